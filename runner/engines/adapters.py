@@ -48,7 +48,7 @@ class Adapters:
     theirs. Turns in flight also keep an adapter that was removed. An old version that no turn uses is unloaded at the
     next change.
 
-    This class keeps only names; a subclass loads the adapters into its engine.
+    This class only records the adapters; a subclass loads them into its engine.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -79,7 +79,7 @@ class Adapters:
             raise RequestRejected(f"{request}: the engine has no adapter {adapter!r}; {self._there()}.")
 
     def take(self, request: str, adapter: str | None) -> AdapterVersion | None:
-        """Return the adapter version that samples this request, and count it in `AdapterVersion.turns` until `leave`.
+        """Return the adapter version for a request, and count the request in the version's `turns` until `leave`.
 
         Returns:
             The version; None if the request uses the model without an adapter.
@@ -100,9 +100,9 @@ class Adapters:
             version.turns -= 1
 
     def lag(self, version: str) -> int:
-        """Return the newest number of the adapter in a weight version, minus its number in this version; at least 0.
+        """Return the number of an adapter's newest version, minus the number of its version in `version`; at least 0.
 
-        For "7+poet@2" the result is 1 if the newest version is "poet@3". Without an adapter, the result is 0.
+        For "7+poet@2" the result is 1 if the newest version is "poet@3". For "7", without an adapter, it is 0.
         """
         _, adapter, number = base_and_adapter(version)
         return max(0, self._newest.get(adapter, number) - number)
@@ -115,7 +115,7 @@ class Adapters:
         """Add an adapter, or a new version of it, and return the label of the version.
 
         Raises:
-            BadOption: the name is invalid, or `number` is not higher than the numbers so far.
+            BadOption: the name is invalid, or `number` is not higher than the newest version's number.
             Exception: `load` failed; the adapters are unchanged.
         """
         newest = self._newest.get(name, 0)

@@ -83,7 +83,7 @@ class Finish:
 
 @dataclass(slots=True)  # not frozen: creating a frozen one takes three times as long, and a turn has many deltas
 class Delta:
-    """One or more ids as they were streamed; without ids only if `finish` is set."""
+    """Newly streamed ids of a turn, with their data. There is at least one id, unless `finish` is set."""
 
     token_ids: Sequence[int]
     """The ids in the order in which they were sampled."""
@@ -92,7 +92,7 @@ class Delta:
     finish: Finish | None = None
     """Finish of the stream; set on its last delta only."""
     top: TopLogprobs | None = None
-    """Most likely ids at each position, as many as `Sampling.logprobs`; None if not requested."""
+    """Most likely ids at each position, as many as `Sampling.logprobs`; None if none are requested."""
     side: SideData | None = None
     """Sampling masks and routed experts; None unless the engine was configured to return them."""
 
@@ -110,7 +110,7 @@ class GenerationRequest:
     prompt: Sequence[int]
     """All ids of the prompt. The caller may change the list later: an engine that keeps it must copy it."""
     sampling: Sampling
-    """Sampling parameters, every field set. The engine ignores `stop` strings."""
+    """Sampling parameters; every field is set. The engine ignores `stop` strings, which the caller handles."""
     stop_ids: tuple[int, ...] = ()
     """Ids that end the turn. The model's own stop ids are left out if `sampling` ignores them. A sampled stop id is the
     last id of the stream.
@@ -161,7 +161,7 @@ class EngineStats:
     ranks: tuple[int, ...] = ()
     """Requests in each data-parallel rank; empty for an engine without ranks."""
     kv_usage: float | None = None
-    """Fraction of the KV cache in use, of the fullest engine core; None if unknown."""
+    """Used fraction of the KV cache in the engine core whose cache is the fullest; None if unknown."""
     prefix_queries: int = 0
     """Prompt ids that were looked up in the prefix cache since the engine started."""
     prefix_hits: int = 0
@@ -171,11 +171,11 @@ class EngineStats:
     prompt_tokens: int = 0
     """Prompt ids that were computed since the engine started, without cached ones; 0 if unknown."""
     steps: int = 0
-    """Steps with computation since the engine started, of all engine cores; 0 if unknown."""
+    """Number of steps that computed ids since the engine started, over all engine cores; 0 if unknown."""
     places: int | None = None
     """Current limit of concurrent requests; None for a fixed number of places."""
     throttled: int = 0
-    """Number of rate-limit responses of a server."""
+    """Number of rate-limit responses from the server."""
     retried: int = 0
     """Number of retried requests."""
     tokens_per_second: float = 0.0
@@ -195,7 +195,7 @@ class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
     """Deltas of one request; use it as `async with` around `async for`.
 
     Entering waits for a place in the engine and sends the request. Leaving always ends the request, within a time limit
-    and also in a cancelled task. Unread deltas are then in `rest`; a stream that was cut has the finish ABORT.
+    and also in a cancelled task. Unread deltas are then in `rest`; a stream that had not ended has the finish ABORT.
 
     Raises (entering or iterating):
         RequestRejected: the engine refuses this request.
@@ -207,8 +207,8 @@ class DeltaStream(AbstractAsyncContextManager["DeltaStream", None]):
     finish: Finish | None
     """Finish of the stream; None before its end."""
     prompt_logprobs: Sequence[float] | None = None
-    """Log-probability of each prompt id but the first, in nats at temperature 1; None if not requested, and before the
-    first delta."""
+    """Log-probability of each prompt id but the first, in nats at temperature 1; None before the first delta, or if the
+    request has `scores_prompt=False`."""
 
     def __aiter__(self) -> Self:
         return self
@@ -234,7 +234,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
 
     @property
     def start_phase(self) -> str:
-        """Current phase of the engine's start, for people; empty if unknown, and at other times."""
+        """Current phase of the engine's start, for people; "" if the phase is unknown or the engine is not starting."""
         return ""
 
     def restore_choices(self, described: Mapping[str, Any]) -> None:  # most engines have nothing to restore
@@ -276,7 +276,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
         """Return the current counts. The call is cheap."""
 
     def is_alive(self) -> bool:
-        """Return True if the engine can answer, as far as known without a request; True also for a sleeping engine."""
+        """Return True if the engine can answer, as far as is known without a request; also if it sleeps."""
         return self.running
 
     def _require_not_entered(self) -> None:
@@ -300,7 +300,7 @@ class BaseEngine(Controllable, AbstractAsyncContextManager["BaseEngine", None]):
 
 
 class Engine(BaseEngine):
-    """Engine from token ids to a stream of deltas. Entering sets the attributes, unless the constructor set them."""
+    """Engine that takes token ids and streams deltas. Entering sets `tokenizer`, `template` and `stop_ids` if unset."""
 
     tokenizer: Tokenizer
     """Tokenizer of the engine's model, an instance that only the runner uses."""
@@ -340,8 +340,8 @@ class Engine(BaseEngine):
         Args:
             ids: the sequence, shape [n]; shorter than the engine's context.
             start: position of the first id that is scored, from 1 to n - 1.
-            sampling: sampling parameters; unset fields have their defaults. `adapter` alone keeps the single pass.
-                Fields that end a turn are ignored.
+            sampling: sampling parameters; unset fields have their defaults. With `adapter` alone, one pass
+                still suffices. Fields that end a turn are ignored.
             constraint: the grammar of the sampling.
 
         Returns:
@@ -470,8 +470,8 @@ def checked_ids(ids: Sequence[int], start: int, vocabulary: int) -> list[int]:
     """Return the ids as a list of plain integers.
 
     Raises:
-        BadOption: fewer than two ids, an id that is not a whole number or not in the vocabulary, or a `start` out of
-            range.
+        BadOption: there are fewer than two ids, an id is not a whole number or not in the vocabulary, or `start` is
+            out of range.
     """
     try:
         plain = [operator.index(token_id) for token_id in ids]

@@ -31,14 +31,14 @@ __all__ = ["Controllable", "scores_by_pass"]
 
 
 class Controllable:
-    """Calls by which a trainer controls an engine. They run one at a time: a second call waits for the first."""
+    """Calls by which a trainer controls an engine. Calls that change it run one at a time: a second one waits."""
 
     runtime: EngineRuntime[Any] | None = None
     """Runtime of the entered engine. It may be None before the engine is entered. It is None for a chat API, and in the
     clients of an engine that several processes share.
     """
     loop: object = None
-    """The event loop that entered the engine; only this loop can use it. None if any loop can."""
+    """Event loop that entered the engine; the engine works only on this loop. None if it works on every loop."""
 
     @property
     def state(self) -> EngineState:
@@ -75,18 +75,18 @@ class Controllable:
 
     @property
     def is_controlled(self) -> bool:
-        """True if the engine has a runtime for these calls. Some runtimes refuse `update_weights`."""
+        """True if a trainer can control the engine: it has a runtime. Some runtimes refuse `update_weights`."""
         return self.runtime is not None
 
     @property
     def proof_figures(self) -> ProofFigures | None:
-        """Figures of the proof of the current weights; None without a proof."""
+        """Figures of the last update's proof; None without a proof, or while the proof waits for `wake`."""
         return self.runtime.proof_figures if self.runtime is not None else None
 
     def lag(self, version: str) -> int:
         """Return the number of updates since the weights of this version; 0 for an unknown version.
 
-        For ids that an adapter sampled, newer versions of the adapter count too.
+        If the version names an adapter, as "7+poet@2" does, newer versions of the adapter count too.
         """
         return self.runtime.lag(version) if self.runtime is not None else 0
 
@@ -289,10 +289,10 @@ class Controllable:
             name: name for `Sampling(adapter=name)`.
             given: a folder as PEFT saves it, or its tensors by name; the engine keeps a copy.
             config: content of adapter_config.json; required with tensors.
-            number: version number of the label, for an engine that joins a fleet; counted by default.
+            number: version number in the label, for an engine that joins a fleet; by default the next number.
 
         Returns:
-            The label after the "+" in the weight versions of its ids: "poet@2".
+            The label of the version, such as "poet@2". It follows the "+" in the weight versions of sampled ids.
 
         Raises:
             BadWeights: the adapter does not fit; the message names the setting, the tensor or the file.
@@ -351,10 +351,10 @@ class Controllable:
         return True
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory again, all of it or the named parts. After the last part the engine resumes.
+        """Allocate memory again, all of it or the named parts. After the last part, the engine resumes.
 
-        The engine stays paused if it was paused before the sleep, and after `sleep(2)` until `update_weights`. A proof
-        of weights that were loaded during the sleep is scored before the engine resumes; its figures are in
+        It stays paused if it was paused before the sleep. After `sleep(2)`, it stays paused until `update_weights`. A
+        proof of weights that were loaded during the sleep is scored before the engine resumes; its figures are in
         `proof_figures`.
 
         Args:
@@ -451,7 +451,7 @@ class Controllable:
 
 
 async def scores_by_pass(engine: Controllable, ids: Sequence[int], adapter: str | None = None) -> ScoresByPass:
-    """Score ids as a prompt and, if the engine can, the ids at `STEP_PLACES` in steps. Turns continue.
+    """Score ids as a prompt. If the engine can, also score the ids at `STEP_PLACES` in steps. Turns continue.
 
     Args:
         engine: an entered engine.

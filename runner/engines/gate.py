@@ -1,4 +1,4 @@
-"""Admission gate: a limit of concurrent requests in the engine, later turns before first turns.
+"""Admission gate, which limits the concurrent requests in an engine and admits later turns before first turns.
 
 An engine such as vLLM has an unbounded first-come-first-served queue: ten thousand first turns in this queue would
 delay every later turn and evict its cache. So requests wait at this gate instead.
@@ -23,7 +23,7 @@ __all__ = ["AdmissionGate", "Affinity", "Session", "affinity_beside"]
 
 @dataclass(slots=True, eq=False)
 class Affinity:
-    """Data-parallel rank of an episode's sessions. All use the rank of the first admitted session."""
+    """Data-parallel rank of an episode's sessions. All of them use the rank of the first admitted session."""
 
     rank: int | None = None
     """Data-parallel rank; None before the first admission."""
@@ -86,9 +86,9 @@ class AdmissionGate:
     """Gate that decides which requests enter the engine, and in which order.
 
     A request is *late* if its session was admitted before, or was created as late; the others are *first* requests.
-    Late requests are admitted before first requests, and each kind in its order of arrival. The KV cache has room for
-    `room` ids. Room that live sessions reserve delays first requests, but never late requests. On a rank without live
-    sessions, a first request needs only a place. An admission takes constant time.
+    Late requests are admitted before first requests, and each kind in its order of arrival. A session is *live* while
+    it reserves room in the KV cache. Reserved room delays first requests, but never late requests. On a rank without
+    live sessions, a first request needs only a place. An admission takes constant time.
 
     Places and room are split evenly among the ranks. A request without a rank goes to the rank with a free place and
     the least reserved room; its session then stays there.
@@ -147,7 +147,7 @@ class AdmissionGate:
         """Wait for a place, and reserve `tokens` ids for the session.
 
         Args:
-            session: becomes late with its first admission, and stays on the rank of that admission.
+            session: the request's session. Its first admission makes it late, and binds its episode to a rank.
             tokens: length of the prompt plus the longest possible turn.
 
         Raises:
@@ -193,7 +193,12 @@ class AdmissionGate:
         self._admit()
 
     def leave(self, session: Session, tokens: int) -> None:
-        """Free the place, and reserve `tokens` ids for the session: its length plus the longest next turn."""
+        """Free the place of a request that ended, and set the room that its session reserves.
+
+        Args:
+            session: session of the request.
+            tokens: number of ids to reserve: the length so far plus the longest possible next turn.
+        """
         self._rank_of(session).inside -= 1
         self._keep(session, self._in_blocks(tokens))
         self._admit()
@@ -265,7 +270,10 @@ class AdmissionGate:
         return None if best is None else (waiter, best, self._first)
 
     def _best(self, waiter: _Waiter, *, fitting: bool = False) -> _Rank | None:
-        """Return the allowed rank with a place, and with room if `fitting`, that has the least reserved room."""
+        """Return the rank with the least reserved room among the allowed ranks that have a place.
+
+        With `fitting`, a rank also needs room for the request. None if there is no such rank.
+        """
         bound, best = waiter.session.affinity.rank, None
         for rank in self._ranks if bound is None else (self._ranks[bound],):
             takes = self._has_place(rank) and (not fitting or self._fits(rank, waiter))

@@ -50,7 +50,7 @@ def server_address(given: str, *, engine: str, option: str, example: str) -> Spl
 
 
 class ErrorTexts:
-    """Error texts of a server, without the secrets that were sent to it: a server may repeat them.
+    """Filter for the error texts of a server. It masks secrets that were sent, since a server may repeat them.
 
     Args:
         secrets: the secrets that were sent to the server.
@@ -68,7 +68,7 @@ class ErrorTexts:
         return " ".join(text.split())
 
     def short(self, text: str) -> str:
-        """Return the beginning of a masked text."""
+        """Mask the secrets in a text, and return its beginning on one line."""
         return self.masked(text)[:_MAX_ERROR_CHARS]
 
 

@@ -22,7 +22,7 @@ class FailureKind(enum.StrEnum):
     CONNECTION = "connection"
     """No connection was made, or the connection closed before the end of the answer."""
     BUSY = "busy"
-    """The server is busy: 429, 503, or 529."""
+    """The server is busy: status 429, 503 or 529."""
     TIMEOUT = "timeout"
     """The server sent no data in time, or answered 408, 409 or 425."""
     SERVER = "server"
@@ -46,7 +46,7 @@ _REFUSED = (401, 402, 403, 404)
 
 
 def kind_of_status(status: int) -> FailureKind:
-    """Return the kind of failure of an HTTP status other than 2xx."""
+    """Return the kind of failure that an HTTP status other than 2xx reports."""
     if status in _BUSY:
         return FailureKind.BUSY
     if status in _TIMEOUT:
@@ -57,7 +57,7 @@ def kind_of_status(status: int) -> FailureKind:
 
 
 def retry_after_seconds(value: str | None, *, now: datetime | None = None) -> float | None:
-    """Return the seconds of a Retry-After header, a number or a date; None if absent or unreadable."""
+    """Convert a Retry-After header, a number or a date, to seconds; None if it is missing or cannot be read."""
     if value is None:
         return None
     try:
@@ -81,7 +81,7 @@ class HttpFailure(Exception):
     text: str
     """Description for people."""
     retry_after: float | None = None
-    """Seconds of the server's Retry-After; None without it, and infinity if the server forbids a retry."""
+    """Seconds in the server's Retry-After header; None without it, and infinity if the server forbids a retry."""
 
     def __str__(self) -> str:
         return self.text
@@ -91,8 +91,8 @@ class HttpFailure(Exception):
 class RetryPolicy:
     """Number of retries and waits between them.
 
-    A request is sent again after a failed connection, or a 429, 503 or 529. A request to a chat API is also sent again
-    after another 5xx or a time-out. No request is sent again once a part of its answer arrived.
+    A request is sent again after a failed connection, or the status 429, 503 or 529. A request to a chat API is also
+    sent again after another 5xx or a time-out. No request is sent again once a part of its answer arrived.
     """
 
     attempts: int = 8
@@ -129,9 +129,9 @@ class Retries:
         self.policy = policy
         """Retry policy."""
         self.left = policy.budget
-        """Rest of the budget."""
+        """Number of retries that are left in the budget."""
         self.counts: Counter[FailureKind] = Counter()
-        """Retries by kind of failure."""
+        """Number of retries by kind of failure."""
         self.waited = 0.0
         """Sum of all waits, in seconds."""
         self._again = again

@@ -24,14 +24,14 @@ __all__ = ["MessageEngine", "MessageFinish", "MessagePiece", "MessageRequest", "
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Usage of one turn, as a server reports it; None for a count that it does not report."""
+    """Usage of one turn, as a server reports it; a count that the server does not report is None."""
 
     prompt_tokens: int | None = None
     """Tokens of the prompt."""
     completion_tokens: int | None = None
     """Sampled tokens, including hidden reasoning."""
     cached_tokens: int | None = None
-    """Cached tokens of the prompt."""
+    """Prompt tokens that the server's cache held."""
     reasoning_tokens: int | None = None
     """Reasoning tokens among the sampled ones, hidden or not."""
     cost: float | None = None
@@ -54,13 +54,13 @@ class MessageRequest:
     name: str
     """Name of the turn for errors and logs, "episode/agent/turn"."""
     messages: Sequence[Message]
-    """Whole history."""
+    """All messages of the conversation so far."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools that may be called, in OpenAI's form."""
     tool_choice: ToolChoice = "auto"
     """"auto", "none" or "required", or the name of the tool that the turn must call."""
     sampling: Sampling
-    """Sampling parameters, every field set."""
+    """Sampling parameters; every field is set."""
     seed: int | None = None
     """Seed of this turn; None leaves it to the server."""
     session: Session | None = None
@@ -111,7 +111,7 @@ class MessageStream(AbstractAsyncContextManager["MessageStream", None]):
 
 
 class MessageEngine(BaseEngine):
-    """Engine from messages to a message.
+    """Engine that takes messages and returns a message.
 
     The server applies the template and the tokenizer, so turns have no token ids, and training cannot use these turns.
     """

@@ -52,7 +52,7 @@ class ProofHistory:
             proof: the proof.
             scores: the engine's log-probabilities of the same ids.
             dtype: number type of the engine's computation.
-            in_steps: True if the scores are of the ids that are scored in steps.
+            in_steps: True if `scores` are those of the ids at `STEP_PLACES`, scored in steps.
             measures: True if this proof measures the difference by rounding. Its median may then be up to
                 `SMALL_MEDIAN_NATS`, even where the tolerance is smaller.
 

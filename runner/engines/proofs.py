@@ -23,11 +23,11 @@ MIN_SCORES: Final = 8
 LEAST_MEDIAN_NATS: Final = 1e-4
 """Smallest tolerance for the median difference, if engine and trainer both compute in float32 or float64."""
 BASELINE_FACTOR: Final = 3.0
-"""Allowed difference, as a multiple of the difference with the starting weights."""
+"""Allowed difference between engine and trainer, as a multiple of their difference with the starting weights."""
 WIDE_BASELINE_FACTOR: Final = 1.5
-"""Limit of the allowed median difference, as a multiple of the median with the starting weights. The limit is never
-below the table's value or `SMALL_MEDIAN_NATS`. The factor is small: a difference that is large from the start must not
-hide a stale tensor.
+"""Limit of the allowed median difference, as a multiple of the median difference with the starting weights. The limit
+is never below the value in `_TOLERANCES` or `SMALL_MEDIAN_NATS`. This factor is smaller than `BASELINE_FACTOR`: a
+difference that is large from the start must not hide a stale tensor.
 """
 SMALL_MEDIAN_NATS: Final = 0.005
 """Median difference that is small compared with the difference that a stale tensor causes. Up to this value, the whole
@@ -39,7 +39,9 @@ MISSING_STANDARD_ERRORS: Final = 4.0
 share, `ProofTolerance.min_arrived`.
 """
 SHOWN_SHARE: Final = 0.5
-"""A change counts as shown if more than this share of it arrived, by a margin of `MISSING_STANDARD_ERRORS`."""
+"""A change counts as shown if the share that arrived is more than `MISSING_STANDARD_ERRORS` standard errors above this
+share.
+"""
 MAX_ERROR: Final = 0.125
 """Maximum standard error of the share of a change that arrived; a less certain share is not used."""
 MIN_SIGNAL: Final = 4.0
@@ -48,7 +50,7 @@ makes the share of the change look smaller than it is.
 """
 _PRECISE: Final = frozenset({"float32", "float64"})
 UNMOVED_NATS: Final = 1e-7
-"""Scores that differ by less count as equal."""
+"""Two scores that differ by less than this count as equal."""
 NOISE_FACTOR: Final = 2.0
 """Scores count as changed if they differ by more than this multiple of the difference between two passes with the same
 weights.
@@ -104,14 +106,15 @@ class ProofTolerance:
     """Share of a change that has to arrive. Rounding hides some of it: up to a quarter with experts in bfloat16."""
 
     def in_steps(self) -> ProofTolerance:
-        """Return the tolerance for the few ids that are scored in steps; without `outlier_share` it is the same."""
+        """Return the tolerance for the few ids that are scored in steps; the same tolerance if `outlier_share` is 0."""
         if not self.outlier_share:
             return self
         return replace(self, median=STEP_MEDIAN_FACTOR * self.median, outlier_share=STEP_OUTLIER_SHARE)
 
 
-# Measured: float32 on CPUs 3e-5 for dense models; bfloat16 on an H200 0.022 in the median and 0.336 at most (10,918
-# ids). Tiny mixtures of experts in bfloat16 on an H200: 0.026 in the median, single ids of 95 beyond 2.
+# Measured differences, in nats. Dense models: 3e-5 in float32 on CPUs; a median of 0.022 and a maximum of 0.336 in
+# bfloat16 on an H200 (10,918 ids). Tiny mixtures of experts in bfloat16 on an H200: a median of 0.026; single ids of 95
+# differ by more than 2.
 _TOLERANCES: Final[Mapping[str, ProofTolerance]] = {
     "float64": ProofTolerance(5e-4, 0.05, min_arrived=0.9),
     "float32": ProofTolerance(5e-4, 0.05, min_arrived=0.9),
@@ -127,8 +130,8 @@ class WeightProof:
     """A trainer's log-probabilities of some ids; `weight_proof` computes them with a torch model.
 
     Raises:
-        BadWeights: too few ids, an id that is not a whole number, not one value for each id but the first, or an
-            invalid log-probability.
+        BadWeights: there are too few ids, an id is not a whole number, an id after the first has no log-probability or
+            several, or a log-probability is invalid.
     """
 
     ids: Sequence[int]
@@ -212,8 +215,9 @@ class ProofFigures:
     tolerance: ProofTolerance
     """Allowed differences."""
     arrived: float | None = None
-    """Share of the trainer's change since the last proof of the same ids that the engine's scores show: 1 for all, 0
-    for none. None without such a proof, if noise hides the change, or if the engine rounds the weights of the proof.
+    """Share of the trainer's change since the last proof that the engine's scores show: 1 for all, 0 for none. None if
+    there is no last proof, if it has other ids or number types, if the share is not certain enough, or if the engine
+    rounds the weights of the proof.
     """
     arrived_error: float | None = None
     """Standard error of `arrived`; None if `arrived` is None."""
@@ -260,14 +264,16 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
     Args:
         proof: the proof.
         engine_dtype: number type of the engine's computation.
-        baseline: figures of a proof of the starting weights, of the same ids and number types; they replace the table.
+        baseline: figures of a proof of the starting weights, of the same ids and number types; None without such a
+            proof.
 
     Returns:
-        The tolerance of the coarser type. A baseline replaces two of its values. The median becomes three times the
-        baseline's median, at least `LEAST_MEDIAN_NATS` (or `SMALL_MEDIAN_NATS` in a coarser type than float32), and at
-        most the largest of three values: the table's median, one and a half times the baseline's median, and
-        `SMALL_MEDIAN_NATS`. The largest difference becomes three times the baseline's, or stays the table's if that is
-        larger. For a type outside of the table, such as quantized weights, the median has no maximum.
+        The tolerance in the table `_TOLERANCES` for the coarser of the engine's and the trainer's type; `_COARSEST` for
+        a type outside of the table, such as quantized weights. A baseline replaces two of its values. `median` becomes
+        three times the baseline's, at least `LEAST_MEDIAN_NATS` (or `SMALL_MEDIAN_NATS` in a coarser type than
+        float32). It is at most the largest of the table's median, one and a half times the baseline's median, and
+        `SMALL_MEDIAN_NATS`; `_COARSEST` has no such maximum. `largest` becomes three times the baseline's, at least the
+        table's.
     """
     names = [engine_dtype, *([proof.dtype] if proof.dtype is not None else [])]
     known = max((_TOLERANCES.get(name, _COARSEST) for name in names), key=lambda each: each.median)
@@ -282,14 +288,14 @@ def tolerance_of(proof: WeightProof, engine_dtype: str, baseline: ProofFigures |
 
 
 def tolerance_in_steps(of_prompt: ProofTolerance, of_steps: ProofTolerance | None) -> ProofTolerance:
-    """Return the tolerance for the ids that are scored in steps: the larger of two.
+    """Return the tolerance for the ids that are scored in steps, with the larger `median` and `largest` of two.
 
     A trainer may compute exactly as the engine computes a prompt, and not as the engine computes steps. Then the
     difference in a prompt does not show the rounding in steps.
 
     Args:
         of_prompt: the tolerance for all ids, scored as a prompt.
-        of_steps: the same, by a baseline that was scored in steps; None without such a baseline.
+        of_steps: the tolerance by a baseline that was scored in steps; None without such a baseline.
     """
     given = [each.in_steps() for each in (of_prompt, of_steps) if each is not None]
     return replace(given[0], median=max(each.median for each in given), largest=max(each.largest for each in given))
@@ -343,7 +349,10 @@ def largest_differences(before: ScoresByPass, now: ScoresByPass) -> dict[ScoredP
 
 
 def has_moved(before: ScoresByPass, now: ScoresByPass, noise: float) -> bool:
-    """Return whether the scores of every pass changed by more than noise."""
+    """Return True if in every pass at least one score changed by more than `NOISE_FACTOR` times the noise.
+
+    `noise` is the largest difference between two passes with the same weights, in nats.
+    """
     return min(largest_differences(before, now).values()) > NOISE_FACTOR * noise + UNMOVED_NATS
 
 
@@ -359,7 +368,7 @@ def number_types(proof: WeightProof) -> tuple[str | None, str | None]:
 
 
 def _is_comparable(proof: WeightProof, before: WeightProof, engine_dtype: str) -> bool:
-    """Return True if two proofs show a change of weights that an engine uses without rounding."""
+    """Return True if two proofs have the same ids and number types, and the engine does not round their weights."""
     weights = proof.weights_dtype or proof.dtype or engine_dtype
     unrounded = weights == engine_dtype or engine_dtype in _PRECISE
     return unrounded and before.ids == proof.ids and number_types(before) == number_types(proof)

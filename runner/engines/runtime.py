@@ -83,9 +83,9 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.lock = anyio.Lock()
         """Lock for changes of the engine. A second change waits for the first."""
         self.proof_figures: ProofFigures | None = None
-        """Figures of the proof of the current weights; None without a proof."""
+        """Figures of the last update's proof; None without a proof, or while the proof waits for `wake`."""
         self.moved: bool | None = None
-        """True if the last update changed scores on every data-parallel rank, otherwise False; None if not compared."""
+        """True if the last update changed scores in every compared pass, otherwise False; None without a comparison."""
         self.dtype = "float32"
         """Number type of the engine's computation, by torch's name."""
         self._ages = {version: 0}
@@ -117,7 +117,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
     def lag(self, version: str) -> int:
         """Return the number of updates since this version; 0 for an unknown version.
 
-        For ids that an adapter sampled, newer versions of the adapter count too.
+        If the version names an adapter, as "7+poet@2" does, newer versions of the adapter count too.
         """
         newest = len(self.versions) - 1
         missed = newest - self._ages.get(base_and_adapter(version)[0], newest)
@@ -142,7 +142,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         return version
 
     def require_unused(self, version: str) -> None:
-        """Raise BadControl if weights of this version were applied already, the same weights or others."""
+        """Raise BadControl if this name was used for an earlier weight version, even for the same weights."""
         if version in self._ages:
             raise BadControl(
                 f"apply_update(): the engine got weights of the version {version!r} since the check: apply each "
@@ -158,7 +158,7 @@ class EngineRuntime(ABC, Generic[RequestT]):
         self.weights_discarded = False
 
     def note_version(self, version: str) -> None:
-        """Record the weight version of sampled ids, which is new if the owner of the weights exchanged the weights."""
+        """Record the weight version of sampled ids. It is a new one if the owner of the weights exchanged them."""
         if version not in self._ages:
             self._add_version(version)
             self.notify_listeners()
@@ -485,7 +485,7 @@ class ModelRuntime(EngineRuntime[RequestT]):
         return None
 
     async def score_while_paused(self, ids: Sequence[int]) -> ScoresByPass:
-        """Return the log-probabilities of ids while no turn runs: first as a prompt on every rank, then in steps.
+        """Score ids while no turn runs, first as a prompt on every rank, then in steps; return the log-probabilities.
 
         Raises:
             BadControl: the engine cannot score.

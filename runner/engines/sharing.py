@@ -27,13 +27,13 @@ class _Entered:
     """State of an engine that one of its users entered."""
 
     guests: int = 0
-    """Number of users, without the user that entered it."""
+    """Number of users, except the user that entered the engine."""
     open: bool = False
     """True after the start and before the close."""
     started: anyio.Event = field(default_factory=anyio.Event)
     """Set after the start or its failure."""
     left: anyio.Event = field(default_factory=anyio.Event)
-    """Set when the last other user leaves."""
+    """Set when the last user in `guests` leaves."""
     closed: anyio.Event = field(default_factory=anyio.Event)
     """Set after the close."""
 

@@ -79,10 +79,11 @@ class WeightUpdate:
     load_seconds: float
     """Seconds to load the weights, score their proof, stamp the version and drop the cached prompts."""
     proof: ProofFigures | None = None
-    """Figures of the proof; with several engines, the figures with the largest median. None without a proof, and while
-    the proof waits for a sleeping cache; `wake` then scores the proof.
+    """Figures of the proof; with several engines, the figures with the largest median. None without a proof, or if the
+    KV cache is asleep: `wake` then scores the proof.
     """
     moved: bool | None = None
-    """False if all compared scores stayed equal on at least one data-parallel rank. Then the weights are the same, or
-    the change is below rounding, or the change did not arrive. Otherwise True; None if scores were not compared.
+    """True if scores changed in every compared pass. False if all scores of a pass stayed equal: the weights are the
+    same, the change is below rounding, or the change did not arrive. Each data-parallel rank has its own passes. None
+    if no scores were compared.
     """

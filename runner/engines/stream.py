@@ -28,7 +28,7 @@ class VersionStamps:
         self._adapter = "" if adapter is None else f"+{adapter.label}"
 
     def named(self, version: str) -> str:
-        """Return a weight version with the adapter appended, as "7+poet@2"."""
+        """Return a weight version with the adapter appended, such as "7+poet@2"."""
         return version + self._adapter
 
     def mark(self, version: str, sampled: int) -> None:

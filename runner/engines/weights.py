@@ -25,7 +25,8 @@ __all__ = [
     "read_folder",
 ]
 
-# Pairs of file pattern and index of the files in use. The first pair with a file is used, as in vLLM.
+# Pairs of a pattern for weight files and the name of their index, which lists the files in use. The first pair with a
+# file is used, as in vLLM.
 _LAYOUTS = (
     ("consolidated*.safetensors", "consolidated.safetensors.index.json"),
     ("*.safetensors", "model.safetensors.index.json"),
@@ -69,7 +70,7 @@ class TensorForm:
     """Torch's name for the tensor's dtype, such as "bfloat16"."""
     shape: tuple[int, ...]
     file: str = ""
-    """Name of its file; "" without one."""
+    """Name of the file that holds the tensor; "" for a tensor that is not in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,9 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
             forms[name] = form
     for name, listed in index.items():
         if name not in forms:
-            raise BadWeights(f"{path / listed} has no tensor {name!r}, which the index lists there. Save both again.")
+            raise BadWeights(
+                f"{path / listed} has no tensor {name!r}, which the index lists there. Save file and index again."
+            )
     return WeightFolder(path, files, forms)
 
 
@@ -277,8 +280,9 @@ def forms_of_transfer(transfer: WeightTransfer) -> dict[str, TensorForm]:
 def compare(given: Mapping[str, TensorForm], model: Checkpoint, *, given_as: str) -> None:
     """Check that the weights fit the model.
 
-    Exactly the model's tensors are needed, since vLLM exchanges fused parameters as a whole. Shapes have to be equal.
-    Dtypes in `FLOATS` may replace each other, other dtypes have to be equal.
+    Exactly the model's tensors are needed, since vLLM exchanges fused parameters as a whole. Only optional tensors
+    (`Checkpoint.optional`) may be missing or additional. Shapes have to be equal. Dtypes in `FLOATS` may replace each
+    other; other dtypes have to be equal.
 
     Raises:
         BadWeights: the weights do not fit; the message names the first wrong tensors.

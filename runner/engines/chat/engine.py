@@ -38,17 +38,18 @@ class ChatEngine(MessageEngine):
 
     Args:
         model: the model's name on the server.
-        base_url: the server's address, with `/v1`; None for the address in OPENAI_BASE_URL, or else OpenAI's.
-        api_key: the API key; never stored. None means no key if `base_url` is given, and otherwise the key in
-            OPENAI_API_KEY.
-        headers: further HTTP headers of every request; never stored.
-        context: maximum number of tokens of prompt and turn together, if known; otherwise the server rejects a history
-            that is too long.
+        base_url: the server's address, with `/v1`; None for the address in OPENAI_BASE_URL, or OpenAI's address if this
+            variable is not set.
+        api_key: the API key; never written to a run file. None means no key if `base_url` is given, and otherwise the
+            key in OPENAI_API_KEY.
+        headers: further HTTP headers of every request; never written to a run file.
+        context: maximum number of tokens of prompt and turn together. None if unknown: the server then rejects a
+            history that is too long.
         places: maximum number of concurrent requests; fewer while the server limits the rate.
         max_tokens_field: the server's field for the token limit of a turn; by default
             `max_completion_tokens` without `base_url`, and `max_tokens` with it.
-        reasoning_field: the server's field for the reasoning of earlier turns, such as `reasoning_content`; None does
-            not send reasoning.
+        reasoning_field: the server's field for the reasoning of earlier turns, such as `reasoning_content`; None to
+            send no reasoning.
         leave_out: request fields that the server does not support, such as `seed` or `top_p`.
         extra_body: further fields of every request, such as `{"reasoning_effort": "low"}`.
         retries: retry policy for requests that failed.
@@ -60,7 +61,7 @@ class ChatEngine(MessageEngine):
 
     health_interval = 30.0
     retries: Retries
-    """Retries since the engine was entered, and the rest of their budget."""
+    """Retries since the engine was entered: the rest of their budget, and counts."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class ChatEngine(MessageEngine):
         return ChatStream(self._open_runtime, request)
 
     def close_session(self, session: Session) -> None:
-        """Close the conversation; idempotent."""
+        """Close a conversation; idempotent."""
         if self._running is not None:
             self._running.gate.close(session)
         session.closed = True

@@ -21,12 +21,12 @@ __all__ = ["ChatRuntime", "RateLimiter"]
 class RateLimiter:
     """Limiter that adjusts a gate's places to the rate that a server accepts, and delays requests to a busy server.
 
-    The allowed rate of a key is unknown, and changes with other users of the server. The limit is adapted like a TCP
-    congestion window: additive increase, multiplicative decrease.
+    The rate that the server allows for an API key is unknown, and changes with the other users of the server. The
+    limit is adapted like a TCP congestion window: additive increase, multiplicative decrease.
 
     Args:
         gate: the gate where requests wait; its places are the upper limit.
-        policy: pauses for a server that does not send Retry-After.
+        policy: retry policy; it sets the pauses if a server does not send Retry-After.
     """
 
     def __init__(self, gate: AdmissionGate, policy: RetryPolicy) -> None:
@@ -65,8 +65,8 @@ class RateLimiter:
 
         Args:
             sent: the result of `until_open` for the request.
-            retry_after: seconds of Retry-After; None without this header. Then the pause doubles until a request
-                succeeds.
+            retry_after: seconds in the response's Retry-After header. None without this header: the pause then doubles
+                with each halving, up to the policy's `longest_seconds`, until a request succeeds.
         """
         self.throttled += 1
         # The limit is halved once for all requests that were sent under the same limit, since their failures do not
@@ -89,7 +89,7 @@ class ChatRuntime(HttpRuntime[ChatServer]):
 
     Args:
         server: the server.
-        request_format: names and extra fields of its requests.
+        request_format: field names and extra fields of the requests.
         retries: the retries of the engine since it was entered.
         places: maximum number of concurrent requests.
         context: maximum number of tokens of prompt and turn together.

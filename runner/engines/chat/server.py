@@ -1,4 +1,4 @@
-"""HTTP server of a chat engine: OpenAI's client, its answers and failures. Only this module imports openai."""
+"""Client for the HTTP server of a chat engine, with its answers and failures. Only this module imports openai."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_url(url: str) -> str:
 
 
 def too_long(text: str) -> tuple[int, int]:
-    """Read the token counts of prompt and context from the error about a long prompt; a count is 0 if unknown."""
+    """Return the token counts of prompt and context in the error text for a prompt that is too long; 0 if missing."""
     prompt, context = (found.search(text) for found in (_PROMPT, _CONTEXT))
     return tuple(0 if each is None else int(next(filter(None, each.groups()))) for each in (prompt, context))  # type: ignore[return-value]  # two
 
@@ -78,7 +78,7 @@ class ChatAnswer:
     """Answer to one request, chunk by chunk.
 
     Args:
-        stream: the chunks of OpenAI's client.
+        stream: the answer's chunks, from OpenAI's client.
         server: the server that answers.
     """
 
@@ -110,7 +110,7 @@ class ChatServer:
     """Client of the server at an address.
 
     Args:
-        url: the server's address; None for the address in OPENAI_BASE_URL, or else OpenAI's.
+        url: the server's address; None for the address in OPENAI_BASE_URL, or OpenAI's if this is not set.
         api_key: the API key. None means no key if `url` is given, and otherwise the key in OPENAI_API_KEY.
         headers: further headers of every request.
         seconds: time limit until an answer begins, and between its parts.
@@ -118,7 +118,7 @@ class ChatServer:
 
     def __init__(self, url: str | None, *, api_key: str | None, headers: Mapping[str, str], seconds: float) -> None:
         self.url = url or ""
-        """Address of the server; if None was given, "" before the block is entered."""
+        """Address of the server; if the argument was None, "" until the client is entered."""
         self._url = url
         self._api_key = api_key
         self._headers = dict(headers)
@@ -191,7 +191,7 @@ class ChatServer:
         """Request the list of models. Other answers also prove that the server runs, such as 404 or a rejected key.
 
         Raises:
-            HttpFailure: no connection, no answer in time, or a gateway that does not reach the server.
+            HttpFailure: there is no connection or no answer in time, or a gateway does not reach the server.
         """
         import openai
 

@@ -38,13 +38,13 @@ _REASONING: Final = ("reasoning_content", "reasoning")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFormat:
-    """Names and extra fields of the requests to one server."""
+    """Field names and extra fields of the requests to one server."""
 
     model: str
     max_tokens: str = "max_tokens"
     """Name of the field for the token limit of a turn."""
     reasoning: str | None = None
-    """Name of the field for the reasoning of earlier turns; None does not send it."""
+    """Name of the field for the reasoning of earlier turns; None to send no reasoning."""
     leave_out: Collection[str] = ()
     """Fields that are not sent."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def body_of(request: MessageRequest, request_format: RequestFormat) -> dict[str,
 
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return the fields of a sampling as the API has them; a field that is off is None."""
+    """Return the request fields of a sampling by the API's names; None for penalties of 0, no `stop` or no `schema`."""
     body: dict[str, Any] = {}
     for name, row in SAMPLING_FIELDS.items():
         value = getattr(sampling, name)
@@ -194,7 +194,7 @@ class ChatAnswerReader:
         reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
         if reasoning:
             yield ReasoningPiece(_text(reasoning))
-        # a model that refuses to answer by a schema writes its text into another field
+        # the text of a refusal to answer by a schema arrives in another field
         for name in ("content", "refusal"):
             if delta.get(name):
                 yield ContentPiece(_text(delta[name]))
@@ -225,7 +225,10 @@ class ChatAnswerReader:
             call.arguments.append(arguments if isinstance(arguments, str) else json.dumps(arguments))
 
     def _whole_calls(self, before: int | None) -> Iterator[ToolCall]:
-        """Yield the complete calls that were not yielded yet: those with an index below `before`; all if it is None."""
+        """Yield the calls that are complete and were not yielded yet.
+
+        A call is complete if its index is below `before`; if `before` is None, every call is complete.
+        """
         for index in list(self._calls)[self._reported :]:
             if before is None or index < before:
                 self._reported += 1

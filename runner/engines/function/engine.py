@@ -54,7 +54,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         places: maximum number of concurrent calls; further ones wait at the gate.
         takes: fields of `TokenSampling` that the function supports besides `max_tokens`, `temperature`, `seed` and
             `stop_ids`; `takes=TokenFeature` declares all of them.
-        logprobs: distribution of the function's log-probabilities.
+        logprobs: distribution of the function's log-probabilities; see `LogprobsKind`.
         adapters: values that the function supports for `TokenSampling.adapter`.
 
     Raises (creating or entering):
@@ -179,7 +179,7 @@ class TokenEngine(ModelEngine[FunctionRuntime]):
         return FunctionStream(runtime, request)
 
     def session(self, *, late: bool = False, beside: Session | None = None) -> Session:
-        """Create a handle for one conversation, with the id that the function receives."""
+        """Create a handle for one conversation, with the id that the function receives as `session`."""
         return FunctionSession(late=late, affinity=affinity_beside(beside))
 
     def check_sampling(self, sampling: Sampling) -> None:

@@ -19,7 +19,7 @@ __all__ = ["OutputReader"]
 
 _ENDS: Final = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REPETITION)
 _ROUNDING_TOLERANCE: Final = 0.01
-"""Log-probabilities up to this value above 0 count as rounding of a narrow number type."""
+"""Largest accepted log-probability. It is above 0, since narrow number types round."""
 
 
 class OutputReader:
@@ -34,7 +34,7 @@ class OutputReader:
 
     def __init__(self, sampling: TokenSampling, *, vocabulary: int, context: int, logprobs: bool) -> None:
         self.finish: FinishReason | None = None
-        """Finish of the turn; None before its end."""
+        """Reason for the end of the turn; None before its end."""
         self.stop: int | None = None
         """Stop id that ended the turn; None if none was sampled."""
         self.count = 0

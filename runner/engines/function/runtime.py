@@ -69,7 +69,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         self.vocabulary = vocabulary
         self.logprobs = logprobs
         self.calls: dict[FunctionRequest, None] = {}
-        """Running calls. A call that ignores its cancellation outlives its request."""
+        """Requests whose call of the function still runs. A call that ignores its cancellation outlives its stream."""
         self._stopped = False
         self._death: EngineDead | None = None
         self._changed: anyio.Event | None = None
@@ -102,7 +102,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         _not_ours("update_weights()", "can exchange its weights. TokenOutput(version=) records the version of each id")
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Never called, since `check_weights` refuses."""
+        """Never called, since `check_weights` refuses all weights."""
 
     async def reset_prefix_cache(self) -> None:
         _not_ours("reset_prefix_cache()", "can reset its prefix cache: do it there")
@@ -111,7 +111,7 @@ class FunctionRuntime(ModelRuntime[FunctionRequest]):
         _not_ours(f"sleep({level})", "can release its memory: pause() here, then do it there")
 
     async def sleep(self, level: int) -> None:
-        """Never called, since `check_sleep` refuses."""
+        """Never called, since `check_sleep` refuses every level."""
 
     async def wake(self, tags: Collection[str]) -> None:
         """Never called, since the engine never sleeps."""

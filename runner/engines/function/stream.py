@@ -49,7 +49,7 @@ class _CancellableCall:
         self._task = _asyncio_task()
 
     async def run(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Run the call, and return also if it was cancelled."""
+        """Run the call. Return normally even if the call was cancelled."""
         with self._scope:
             try:
                 await call()
@@ -94,7 +94,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
         self._last: Delta | None = None
         """Delta with the finish. It is held back until the call ends, since further output would be an error."""
         self._end: Finish | None = None
-        """Finish of the call. It is copied to `finish` once the reader has received it."""
+        """Finish of the call. It is copied to `finish` when the caller has read all deltas or left the block."""
         self._failure: EngineError | None = None
         self._last_version = ""
 
@@ -175,7 +175,7 @@ class FunctionStream(GatedStream[FunctionRuntime, Session]):
             self._notify()
 
     def _settle(self) -> None:
-        """Set the finish of the turn if it is not set yet. The call has ended, or its time limit has passed."""
+        """Set the finish of the turn if it has none. The call has ended, or did not end within `_END_SECONDS`."""
         if self._end is not None:
             return
         if self._last is None:

@@ -24,15 +24,15 @@ class TokenFeature(enum.StrEnum):
     TOP_P = "top_p"
     """Nucleus sampling."""
     TOP_K = "top_k"
-    """Only the most likely ids."""
+    """Sampling from only the most likely ids."""
     MIN_P = "min_p"
-    """Only ids whose probability is above a fraction of the most likely id's."""
+    """Sampling from only the ids whose probability is at least a fraction of the highest probability."""
     MIN_TOKENS = "min_tokens"
     """Minimum number of ids before a stop id."""
     REPETITION_PENALTY = "repetition_penalty"
     """Penalty on ids of the prompt and the turn."""
     PRESENCE_PENALTY = "presence_penalty"
-    """Penalty on ids in the turn."""
+    """Penalty on ids that the turn already has."""
     FREQUENCY_PENALTY = "frequency_penalty"
     """Penalty on ids by their count in the turn."""
     LOGIT_BIAS = "logit_bias"
@@ -80,7 +80,7 @@ class TokenSampling:
     repetition_penalty: float = 1.0
     """Penalty on ids of the prompt and the turn; 1 is off."""
     presence_penalty: float = 0.0
-    """Penalty on ids in the turn; 0 is off."""
+    """Penalty on ids that the turn already has; 0 is off."""
     frequency_penalty: float = 0.0
     """Penalty on ids by their count in the turn; 0 is off."""
     logit_bias: Mapping[int, float] | None = None
@@ -98,7 +98,7 @@ class TokenSampling:
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Self:
-        """Read the parameters from a request."""
+        """Return the parameters of a request."""
         sampling = request.sampling
         same = {name: getattr(sampling, name) for name in _SAME_FIELDS}
         return cls(
@@ -143,7 +143,7 @@ class TokenOutput:
     version: str | int | None = None
     """Weight version of these ids; None if unknown."""
     top: Sequence[Mapping[int, float]] | None = None
-    """Most likely ids at each position, with log-probabilities, as many as `TokenSampling.logprobs`; None for 0."""
+    """Most likely ids at each position, with log-probabilities, as many as `TokenSampling.logprobs`; ignored for 0."""
     cached_tokens: int | None = None
     """Number of prompt ids that a prefix cache held; None if unknown."""
     sampling_masks: Sequence[Sequence[int]] | None = None

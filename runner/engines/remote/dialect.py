@@ -23,7 +23,7 @@ class ServerDialect(enum.StrEnum):
     VLLM = "vllm"
     """vLLM's `POST /inference/v1/generate`; needs a server with `--enable-scale-out`."""
     COMPLETIONS = "completions"
-    """vLLM's `POST /v1/completions` with ids as the prompt and `return_token_ids`; without weight versions."""
+    """vLLM's `POST /v1/completions` with ids as the prompt and `return_token_ids`; it reports no weight versions."""
     SGLANG = "sglang"
     """SGLang's `POST /generate` with `input_ids`."""
 
@@ -37,7 +37,7 @@ class Piece:
     logprobs: Sequence[float] | None = None
     """Log-probability of each id; None for a chunk without ids."""
     top: TopLogprobs | None = None
-    """Most likely ids at each position; None if not requested."""
+    """Most likely ids at each position; None if none were requested."""
     reason: FinishReason | None = None
     """Reason for the end of the turn; None before it."""
     stop: int | str | None = None

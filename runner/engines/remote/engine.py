@@ -33,12 +33,12 @@ from runner.tokens.template import ChatTemplate
 __all__ = ["RemoteEngine"]
 
 _DEFAULT_PLACES = 128
-"""Maximum number of concurrent requests if the server does not report its own."""
+"""Maximum number of concurrent requests if the server does not report a limit."""
 _STREAM_INTERVAL_IDS = 8
 """Default number of ids in a delta, as in a `VllmEngine`."""
 _CERTAIN = math.log(0.99)
-"""Log-probability above which the id of the probe counts as certain. Because of its bias the id is certain in the
-sampling distribution, but not in the model's own distribution (`probe_request`).
+"""Log-probability above which the id that `probe_request` samples counts as certain. A bias makes this id certain in
+the sampling distribution, but not in the model's own distribution.
 """
 
 
@@ -57,7 +57,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         template: a chat template: a bundled name, a file, or a `ChatTemplate`; default the model's own.
         name: the model's name on the server; default its only model.
         dialect: the server's protocol; by default `sglang` if the server reports that it is SGLang, otherwise `vllm`.
-        api_key: the API key; never stored.
+        api_key: the API key; never written to a run file.
         places: maximum number of concurrent requests, further ones wait at the gate; default the server's own limit, or
             128 if it does not report one.
         stream_interval: number of ids in a delta, unless the caller acts on single ids; default 8. The first id is sent
@@ -68,14 +68,14 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
             with `--enable-return-routed-experts`; the number is needed, since SGLang sends no shape. A vLLM server with
             this option always sends the experts. Default 0.
         retries: retry policy for requests that failed.
-        timeout: seconds until the server has to begin an answer.
+        timeout: maximum seconds until an answer begins.
 
     Raises:
         BadOption: an address or a setting is invalid.
     """
 
     retries: Retries
-    """Retries since the engine was entered, and the rest of their budget."""
+    """Retries since the engine was entered: the rest of their budget, and counts."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         self.url = base_url(url)
         """Address of the server."""
         self.model = model
-        """Model as given."""
+        """The argument `model`."""
         self.retries = Retries(retries)
         self._template = template
         self._name = name
@@ -179,7 +179,7 @@ class RemoteEngine(ModelEngine[RemoteRuntime]):
         )
 
     async def _ask_for_one_id(self, server: RemoteServer, info: ServerInfo) -> str:
-        """Sample one id, and set the kind of the server's log-probabilities. Return the server's weight version.
+        """Sample one id to detect the kind of the server's log-probabilities, and return the server's weight version.
 
         Raises:
             BadOption: the server refuses the request, or does not have the path.

@@ -61,7 +61,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         stream_interval: int,
     ) -> None:
         super().__init__(gate, adapters, context=context, version=version)
-        self.progress = None  # None, since one connection may be lost while others continue
+        self.progress = None  # None, since a single request can hang while others continue
         self.dtype = ""  # a server does not report its dtype
         self.server = server
         self.dialect = dialect
@@ -77,7 +77,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
     # --- one request
 
     def call(self, request: GenerationRequest, adapter: AdapterVersion | None) -> Call:
-        """Return the HTTP request of a generation request.
+        """Return the HTTP request for a generation request.
 
         Raises:
             RequestRejected: the server does not support the request.
@@ -96,7 +96,9 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         """
         self.require_alive()
         if not 0 < len(request.prompt) < self.context:
-            raise RequestRejected(f"score(): {len(request.prompt)} ids; give 1 to {self.context - 1}.")
+            raise RequestRejected(
+                f"score(): the prompt has {len(request.prompt)} ids: give a prompt of 1 to {self.context - 1} ids."
+            )
         self.adapters.check(request.name, request.sampling.adapter)
         call = self.dialect.scoring(request, model=self.model, adapter=request.sampling.adapter)
         session, room, attempts = Session(), len(request.prompt) + 1, 0
@@ -124,7 +126,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
             raise HttpFailure(FailureKind.GARBAGE, f"the answer has no scores ({problem})") from error
 
     async def wait_until_resumed(self) -> None:
-        """Wait while the trainer pauses the server."""
+        """Wait for the end of the trainer's pause, if the server is paused."""
         if not self._resumed.is_set():
             await self._resumed.wait()
 
@@ -180,7 +182,7 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         )
 
     async def load_weights(self, checked: Any, version: str) -> None:
-        """Never called, since `check_weights` refuses."""
+        """Never called, since `check_weights` refuses all weights."""
 
     async def reset_prefix_cache(self) -> None:
         said = await self._call_control(self.dialect.reset_prefix_cache())

@@ -56,7 +56,7 @@ class Answer:
 
     Args:
         response: the response of aiohttp.
-        errors: error texts of the server.
+        errors: filter for the error texts of the server.
     """
 
     def __init__(self, response: aiohttp.ClientResponse, errors: ErrorTexts) -> None:
@@ -107,13 +107,13 @@ class RemoteServer:
     Args:
         url: the server's address.
         api_key: the API key; None for no key.
-        seconds: time limit until an answer begins, and for the whole answer of `ask`.
+        seconds: time limit until an answer begins. `ask` has the same limit again for the rest of the answer.
     """
 
     def __init__(self, url: str, *, api_key: str | None, seconds: float) -> None:
         self.url = url
         self.errors = ErrorTexts(() if api_key is None else (api_key,))
-        """Error texts of the server, without the key."""
+        """Filter that masks the key in error texts of the server."""
         self._seconds = seconds
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:

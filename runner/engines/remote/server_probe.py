@@ -31,7 +31,7 @@ _TEXTS: Final = (
     '{"name": "add", "arguments": {"a": 17, "b": -25}} [add(a=1, b=2)] <tool_call> </think> 👩‍👩‍👧 🙂',
 )
 _MANY_TOKENS: Final = 400
-"""Number of control tokens in one text of `_control_texts`."""
+"""Maximum number of control tokens in one text of `_control_texts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ServedModel:
     context: int | None
     """Maximum number of ids of prompt and turn together; None if the list does not have it."""
     adapters: tuple[str, ...] = ()
-    """Names of its LoRA adapters for requests."""
+    """Names of the model's LoRA adapters, as requests name them."""
     owner: str = ""
     """Kind of the server, as the server reports it, such as "vllm" or "sglang"."""
 
@@ -82,7 +82,7 @@ class ServerInfo:
     places: int | None
     """Maximum number of concurrent requests; None if unknown."""
     room: int | None
-    """Size of its cache in ids; None if unknown."""
+    """Size of the server's KV cache in ids; None if unknown."""
     software: str | None
     """Version of the server's software; None if unknown."""
     controlled: bool
@@ -187,7 +187,7 @@ def _control_texts(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequence[int]) -> None:
-    """Check that a server has the same ids for a text.
+    """Check that a server has the same ids for a text as the local tokenizer.
 
     Raises:
         BadModel: the server has other ids; the message has the first difference.
@@ -212,9 +212,10 @@ def compare_vocabularies(url: str, tokenizer: Tokenizer, text: str, theirs: Sequ
 
 
 def probe_request(tokenizer: Tokenizer) -> GenerationRequest:
-    """Return a request for one id that a bias makes almost certain; its log-probability shows the distribution.
+    """Return a request for one id, whose log-probability shows which distribution the server reports.
 
-    The id's probability is nearly 1 in the sampling distribution, and nearly 0 in the model's own distribution.
+    A bias makes the id's probability nearly 1 in the sampling distribution; it is nearly 0 in the model's own
+    distribution.
     """
     wanted = tokenizer.encode("~")[-1]
     sampling = replace(Sampling.defaults(), max_tokens=1, logit_bias={wanted: 100})

@@ -173,7 +173,10 @@ class _SglangReader:
         )
 
     def _routed(self, said: Mapping[str, Any]) -> RoutedExperts | None:
-        """Return the experts of all positions but the last, sent as int32 without a shape; None if not sent."""
+        """Return the experts of all positions but the last; None if none were requested or sent.
+
+        The server sends int32 values without a shape.
+        """
         text, positions = said.get("routed_experts"), self._prompt + self._known - 1
         if not text or not self._experts:
             return None
@@ -191,7 +194,8 @@ class _SglangReader:
 def _masked_logprobs(given: Sequence[Any], rows: Sequence[Sequence[int]], ids: Sequence[int]) -> list[float]:
     """Return the log-probability of each sampled id.
 
-    Newer servers send a list for each position, with a value for each possible id.
+    Newer servers send a list for each position, with a value for each possible id. Older ones send only the value of
+    the sampled id.
     """
     return [
         float(value[row.index(token_id)] if isinstance(value, Sequence) else value)

@@ -87,7 +87,10 @@ class RemoteStream(RetriedStream[Delta, Finish], GatedStream[RemoteRuntime, Sess
 
     @property
     def sent_all(self) -> bool:
-        """False while the request is being sent, and while its answer arrives. Parts that arrived may be unread."""
+        """True once the whole answer arrived or the connection failed. Parts of the answer may be unread.
+
+        True also while no request is open, as in the wait before a retry.
+        """
         if self.finish is not None or self._answer is None:
             return not self._sending
         return self._answer.arrived

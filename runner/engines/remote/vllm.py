@@ -32,7 +32,7 @@ _Row: TypeAlias = Mapping[int, float]
 
 
 class _Vllm(Dialect):
-    """Common base of both dialects."""
+    """Common base of vLLM's two dialects."""
 
     health = Call("GET", "/health")
     version = Call("GET", "/version")
@@ -115,7 +115,7 @@ def _parameters(request: GenerationRequest, stream_interval: int) -> dict[str, A
 
 
 class _VllmReader:
-    """Common base of the readers of chunks."""
+    """Common base of the readers of vLLM's chunks."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -45,7 +45,7 @@ class DeliveryPlan:
     logprobs: Sequence[float] | None
     """Log-probability of each id; None if the engine is configured without log-probabilities."""
     top: TopLogprobs | None
-    """Most likely ids at each position; None if not requested, or without log-probabilities."""
+    """Most likely ids at each position; None if none were requested, or `logprobs` is None."""
     side: SideData | None
     """Sampling masks and routed experts; None if the engine is configured without such data."""
     cuts: list[int]
@@ -77,7 +77,7 @@ class DeliveryPlan:
         return max(1, (self.cuts[index] - self.cuts[index - 1]) * self.between)
 
     def sampled(self, now: int) -> int:
-        """Return the number of ids that are sampled by now, sent or not."""
+        """Return the number of ids that are sampled by the tick `now`, sent or not."""
         if now < self.begins:
             return 0
         return min(len(self.ids), 1 + (now - self.begins) // self.between) if self.between else len(self.ids)
@@ -112,7 +112,10 @@ class DeliveryPlanner:
     def ask(
         self, request: GenerationRequest, turn: int, number: int
     ) -> tuple[ModelCall, Fault | None, EncodedReply | Awaitable[EncodedReply]]:
-        """Return the call, its fault or None, and its reply. A reply may be an awaitable, and may contain a fault."""
+        """Return the model call of a request, its fault (None without a fault) and its reply.
+
+        The reply may be awaitable, and may have a fault of its own.
+        """
         call = ModelCall(request, turn, number, self.tokenizer, self.seed)
         # The fault comes before the reply, since both may use the turn's random numbers.
         fault = self.faults(call) if callable(self.faults) else (self.faults or {}).get(number)
@@ -266,7 +269,7 @@ def _repeated(ids: list[int], length: int) -> list[int]:
 
 
 def _rng(call: ModelCall) -> random.Random:
-    """Return random numbers for the delivery. A function that plays the model uses `ModelCall.rng` instead."""
+    """Return a generator of random numbers for the delivery; a function that plays the model uses `ModelCall.rng`."""
     return random.Random(call.key)
 
 
@@ -296,7 +299,7 @@ def given(name: str, top: TopLogprobs | Sequence[Mapping[int, float]], count: in
 
 
 def synthetic_top(ids: Sequence[int], logprobs: Sequence[float], count: int, vocabulary: int) -> TopLogprobs:
-    """Return synthetic rows, one for each sampled id.
+    """Return synthetic most likely ids, a row for each sampled id.
 
     The next id of the vocabulary has half of the probability that the sampled id leaves, the id after it a quarter, and
     so on.

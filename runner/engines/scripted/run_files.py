@@ -22,10 +22,10 @@ class RecordedTurn(Protocol):
     """Turn of a recorded run."""
 
     seed: int | None
-    """Seed of the turn's random numbers; None without one."""
+    """Seed of the turn's random numbers; None without a seed."""
     finish: FinishReason
     stop: int | str | None
-    """Stop id or stop string that ended the turn; None without one."""
+    """Stop id or stop string that ended the turn; None if the turn ended in another way."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...

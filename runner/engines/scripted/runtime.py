@@ -38,7 +38,7 @@ class TickClock(Generic[ItemT]):
 
     def __init__(self, deliver: Callable[[ItemT], int | None], *, seconds: float = 0.0) -> None:
         self.now = 0
-        """Current tick; paused while no item is scheduled."""
+        """Number of the current tick. It stays the same while no item is scheduled, or while the clock is paused."""
         self._deliver = deliver
         self._seconds = seconds
         self._due: dict[int, list[ItemT]] = {}
@@ -68,7 +68,7 @@ class TickClock(Generic[ItemT]):
             self._held = None
 
     async def run(self) -> None:
-        """Deliver until cancelled."""
+        """Deliver the scheduled items until cancelled."""
         next_tick = 0.0
         while True:
             while not self._due or self._held is not None:

@@ -201,7 +201,7 @@ class ModelCall:
 
     @property
     def key(self) -> int:
-        """Seed of this turn: the request's seed, or a hash of its prompt without one."""
+        """Seed of this turn: the request's seed, or a hash of the prompt if the request has no seed."""
         request = self.request
         return request.seed if request.seed is not None else zlib.crc32(packed(request.prompt))
 

@@ -37,7 +37,9 @@ class AdapterRules:
     forms: Mapping[str, TensorForm]
     """Form of every tensor of the model, by name; empty if unknown."""
     quantized: bool
-    """True if the model is quantized. Then the shapes of its tensors differ from the shapes of the matrices."""
+    """True if the model is quantized. Then its tensors may differ in shape from its matrices, so shapes are not
+    compared.
+    """
     composite: bool
     """True if the model has a text part and other parts, such as one for images. Its files may name tensors differently
     from PEFT.
@@ -45,7 +47,7 @@ class AdapterRules:
     check_config: Callable[[dict[str, Any]], None]
     """Function that raises ValueError for an unsupported configuration."""
     rank_of: Callable[[dict[str, Any], str], int]
-    """Function that returns the rank of a module in a configuration."""
+    """Function that returns the rank of a module's adapter, from the configuration and the module's name."""
 
 
 def keep_adapter(given: Any, config: Mapping[str, Any] | None) -> Path:
@@ -114,7 +116,7 @@ def _keep_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) 
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that JSON does not support; PEFT keeps target modules in a set."""
+    """Convert a value that JSON does not support: a set, such as PEFT's target modules, to a list; all else to text."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
@@ -158,7 +160,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 _Parts = Mapping[tuple[str, str], tuple[str, TensorForm]]
-"""Name and form of a tensor, by module and "A" or "B"."""
+"""Name and form of each tensor, by the module's name and the tensor's part, "A" or "B"."""
 
 
 def _parts(forms: Mapping[str, TensorForm]) -> Iterator[tuple[tuple[str, str], tuple[str, TensorForm]]]:
@@ -182,7 +184,7 @@ def _hint(name: str) -> str:
 
 
 def _pairs(parts: _Parts) -> dict[str, bool]:
-    """Return for each module whether it is an embedding."""
+    """Return for each module, by name, whether it is an embedding."""
     return {module: "lora_embedding" in name for (module, _), (name, _) in parts.items()}
 
 
@@ -208,10 +210,10 @@ def _check_module(module: str, table: bool, parts: _Parts, config: dict[str, Any
 
 
 def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
-    """Return the shape of the model's weight that the adapter changes; None if unknown.
+    """Return the shape of a module's weight in the model; None if unknown.
 
     Raises:
-        BadWeights: the weight is not a matrix, or the model does not have the module, so vLLM would ignore the tensors.
+        BadWeights: the weight is not a matrix, or the model does not have the module, whose tensors vLLM would ignore.
     """
     form = rules.forms.get(f"{module}.weight")
     if form is not None:
@@ -232,7 +234,7 @@ def _shape_of(module: str, rules: AdapterRules) -> tuple[int, ...] | None:
 
 
 def _inner(module: str, rules: AdapterRules) -> str:
-    """Return a hint if the model has the module under another name, else ""."""
+    """Return a hint if the model has the module under a longer name, which ends with `module`; else ""."""
     whole = next((name for name in rules.forms if name.endswith(f".{module}.weight")), None)
     return f" but {whole.removesuffix('.weight')!r}; train the whole model, not a part of it" if whole else ""
 

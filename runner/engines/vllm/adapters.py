@@ -28,15 +28,15 @@ _log = logger_for("engines")
 
 Answers: TypeAlias = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 """Function that waits for vLLM's answer to a call. It raises EngineDead if vLLM dies first, and EngineError if the call
-fails. Its arguments are the name of the call, for errors, and the call."""
+fails. The first argument is the name of the call, for errors; the second is the call itself."""
 
 
 class VllmAdapters(Adapters):
     """Adapters of one `AsyncLLM`.
 
-    vLLM's key of a cached prompt includes the adapter's name and folder, and the key of an adapter's weights is its
-    integer id. All three are unique for each version. vLLM may evict an adapter and later read its folder again, so the
-    folder is a private copy.
+    In vLLM, the key of a cached prompt includes the name and the folder of the adapter. The key of an adapter's weights
+    is an integer id. Each version of an adapter has its own name, folder and id. vLLM may evict an adapter and later
+    read its folder again, so the folder is a private copy.
     """
 
     def __init__(self, llm: Any, model: ResolvedModel, answered: Answers) -> None:
@@ -61,8 +61,8 @@ class VllmAdapters(Adapters):
         """Copy the adapter, check it against the model, and load it into vLLM.
 
         Raises:
-            BadOption: the engine was started without adapters, its CPU kernels cannot be patched, tensors are given
-                without a configuration, or a folder is given with one.
+            BadOption: the engine was started without support for adapters, its CPU kernels cannot be patched, tensors
+                are given without a configuration, or a folder is given with one.
             BadWeights: the adapter does not fit the model, or vLLM refuses it.
         """
         if self._llm.vllm_config.lora_config is None:
@@ -180,7 +180,7 @@ def _delete_all(folders: set[Path]) -> None:
 
 
 def _rules(config: Any, model: ResolvedModel) -> AdapterRules:
-    """Return the rules of this vLLM for this model. Blocks the thread."""
+    """Return the properties of the engine that an adapter has to match. Blocks the thread."""
     from vllm.lora.peft_helper import PEFTHelper
 
     highest = config.lora_config.max_lora_rank
@@ -213,5 +213,5 @@ def _rules(config: Any, model: ResolvedModel) -> AdapterRules:
 def _forms(folder: Path) -> Mapping[str, TensorForm]:
     try:
         return read_folder(folder).forms
-    except BadWeights:  # a format without PEFT's names: only vLLM's own checks apply
+    except BadWeights:  # no readable safetensors: only vLLM's own checks apply
         return {}

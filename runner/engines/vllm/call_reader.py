@@ -1,4 +1,4 @@
-"""Reader of tool calls with one of vLLM's tool parsers, which gets the ids of a turn one at a time."""
+"""Reader of tool calls that uses one of vLLM's tool parsers. The parser gets the ids of a turn one at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def require_format(tool_format: str) -> None:
 
 
 def named_reader(tool_format: str, tokenizer: Tokenizer) -> ExternalReader:
-    """Return the reader of a format that was named as "vllm:NAME".
+    """Return the reader of the format "vllm:NAME", which uses vLLM's tool parser NAME.
 
     Raises:
         BadOption: the parser does not exist, cannot be loaded, does not work with this vocabulary, or works only inside
@@ -70,7 +70,7 @@ def _parser_class(tool_format: str) -> Any:
 
 
 class VllmCallReader:
-    """Reader of whole turns with one of vLLM's tool parsers.
+    """Reader of whole turns that uses one of vLLM's tool parsers.
 
     A turn's ids go through the parser's streaming interface one by one, since some parsers fail on larger pieces. The
     ids also distinguish control tokens from text that spells them. The result has the calls that the parser streams.
@@ -79,7 +79,7 @@ class VllmCallReader:
     arguments are not a complete JSON object. The result also has a call with an error if a call was begun but none was
     streamed, or if the parser raised an exception.
 
-    Call ids are replaced by numbers, since many parsers draw them at random.
+    The parser's call ids are dropped, since many parsers draw them at random.
     """
 
     def __init__(self, tool_format: str, tokenizer: Tokenizer) -> None:
@@ -106,7 +106,10 @@ class VllmCallReader:
             )
 
     def read(self, text: str, ids: Sequence[int], begin: int, schemas: Schemas) -> CallsReading:
-        """Read content and calls of a turn from index `begin` of its text on. Without `ids`, the text is encoded."""
+        """Read the content and the calls of a turn, from index `begin` of its text on.
+
+        If `ids` is empty, the text is encoded.
+        """
         streamed = self._streamed(text, ids or self._tokenizer.encode(text), begin, schemas)
         calls, said = streamed.calls, text[begin:]
         if not calls and streamed.error is None:
@@ -146,9 +149,10 @@ class VllmCallReader:
         return streamed
 
     def _deltas(self, text: str, ids: Sequence[int], begin: int) -> Iterator[tuple[str, list[int]]]:
-        """Yield the text from `begin` on in pieces of one id, each with its id.
+        """Yield the text from `begin` on in pieces: the text of each id, and a list with this id.
 
-        Ids after the end of the text, such as a stop id, are yielded with an empty text.
+        Ids after the end of the text, such as a stop id, have an empty text. An incomplete last character has an empty
+        list.
         """
         decoder = IncrementalDecoder(self._tokenizer)
         end = 0
@@ -166,9 +170,10 @@ class VllmCallReader:
         return parser
 
     def _kept_back(self, said: str, content: str) -> str:
-        """Return the mark at the beginning of the text that the parser held back; "" without such a mark.
+        """Return the special token or the tag with which the held-back text begins; "" if it begins with neither.
 
-        The mark begins a call. A parser may also hold back a part of a mark at the end of a turn, which begins no call.
+        The parser holds back the text from the beginning of a call on. At the end of a turn, it may also hold back a
+        part of a token or tag, which begins no call.
         """
         if not said.startswith(content.rstrip()):
             return ""
@@ -195,7 +200,7 @@ class _Streamed:
         return [_streamed_call(*self._calls[index]) for index in sorted(self._calls)]
 
     def take(self, delta: Any) -> None:
-        """Add one delta of the parser."""
+        """Add the content and the parts of calls in one delta of the parser; do nothing for None."""
         if delta is None:
             return
         self.content += (getattr(delta, "reasoning", None) or "") + (delta.content or "")
@@ -207,7 +212,7 @@ class _Streamed:
 
 
 def _streamed_call(name: str, arguments: str) -> ReadCall:
-    # A call without arguments has an empty object; without any text, the call was cut before its arguments.
+    # A complete call without arguments has an empty object; without any text, the call was cut before its arguments.
     return external_call(name, arguments) if arguments.strip() else ReadCall(name, error="its arguments are missing")
 
 

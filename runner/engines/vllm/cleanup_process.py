@@ -21,23 +21,29 @@ from typing import Final
 __all__ = ["FOLDER", "CleanupProcess", "is_alive", "process_name", "release", "shared_memory_of"]
 
 FOLDER: Final = "DELTARUNNER_ENGINE_FOLDER"
-"""Environment variable with the engine's private folder; it identifies the engine's processes."""
+"""Environment variable with the engine's private folder. Its value identifies the engine's processes."""
 
 _FOLDER: Final = "/dev/shm/"
 _SHARED_MEMORY: Final = (f"{_FOLDER}psm_", f"{_FOLDER}vllm_")  # name prefixes of Python, and of vLLM's CPU workers
-_STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat after the name
+_STATE, _STARTED = 0, 19  # indices of fields in /proc/<pid>/stat, counted after the name
 _RUNS, _ENDED = b"r", b"e"  # messages to the cleanup process
 _SCANNED = b"s"  # message from the cleanup process
 _SECONDS: Final = 1.0  # seconds between two scans
-_SCAN_SECONDS: Final = 10.0  # a scan takes milliseconds, unless the machine is very busy
-_ORPHAN_SECONDS: Final = 60.0  # orphans detect the end of their parent within a second, unless the machine is very busy
+_SCAN_SECONDS: Final = 10.0  # maximum wait for a scan; it takes milliseconds unless the machine is very busy
+_ORPHAN_SECONDS: Final = 60.0  # maximum wait for orphans; they end within a second unless the machine is very busy
 
 
 class CleanupProcess:
-    """Process that waits for the end of the process that created it, and then removes the leftovers of its engine.
+    """Process that removes the leftovers of an engine after the process that created this object has ended.
+
+    The constructor starts the process. Blocks the thread.
 
     Args:
         folder: the engine's private folder.
+
+    Raises:
+        OSError: the process cannot be started.
+        CalledProcessError: the process failed at its start.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,7 +77,7 @@ class CleanupProcess:
             answers.poll(1000 * _SCAN_SECONDS)  # also ends if the cleanup process was killed
 
     def dismiss(self) -> None:
-        """Report that the engine ended and left nothing; idempotent."""
+        """End the cleanup process, since the engine has ended and left nothing; idempotent."""
         self._send(_ENDED)
         self._pipe.close()
         self._answers.close()
@@ -132,7 +138,10 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def release(names: Iterable[str]) -> None:
-    """Free shared memory of a killed process. Otherwise Python's resource tracker frees it later, with a warning."""
+    """Free the shared memory of these names, which a killed process left.
+
+    Otherwise Python's resource tracker frees it later, with a warning.
+    """
     for name in names:
         with suppress(FileNotFoundError):
             memory = SharedMemory(name)

@@ -24,10 +24,10 @@ _AUTO: Final = "auto"
 _HALVES: Final = ("bfloat16", "float16")
 _BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES: Final = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "double": "float64"}
-"""Other names of dtypes."""
+"""Name of a dtype in this module, by another name of this dtype."""
 _ASKED: Final = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}
 _MULTIPLIES_BFLOAT16: Final = ("avx512_bf16", "amx_bf16", "avx_ne_convert")
-"""Instructions of x86 that multiply or convert bfloat16, by their names in torch."""
+"""Torch's names of the x86 instruction sets that multiply or convert bfloat16."""
 _LIMITS_BELOW_BFLOAT16: Final = ("AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of oneDNN's `ONEDNN_MAX_CPU_ISA` that allow AVX-512 but not its instructions for bfloat16."""
 _TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -45,7 +45,7 @@ class ChosenDtype:
 
 
 def gives_dtype(given: Mapping[str, Any]) -> bool:
-    """Return whether the engine arguments contain a dtype, which has priority."""
+    """Return whether the engine arguments contain a dtype other than `auto`; such a dtype replaces the default."""
     return bool(given.get("dtype", _AUTO) != _AUTO)
 
 
@@ -54,8 +54,8 @@ def choose_dtype(
 ) -> ChosenDtype:
     """Return the fastest dtype for a model on a CPU; `auto` if vLLM's choice is as fast, or the only possible one.
 
-    vLLM computes in the checkpoint's dtype, and in bfloat16 for float32 checkpoints. On a processor without bfloat16
-    instructions this takes up to several times as long as float32.
+    By default vLLM computes in the checkpoint's dtype, but in bfloat16 for a float32 checkpoint. On a processor without
+    bfloat16 instructions, bfloat16 can take several times as long as float32.
 
     Args:
         folder: the model's folder, with config.json.
@@ -125,7 +125,7 @@ def machine_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weights by its files; 0 if unknown."""
+    """Return the size of a model's weights in bytes, from the files in its folder; 0 if unknown."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if indexed := _json(folder / index).get("metadata", {}).get("total_size", 0):
             return int(indexed)
@@ -137,7 +137,10 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _stored(config: Mapping[str, Any]) -> str:
-    """Return the dtype of the checkpoint; "" if unknown. In multimodal models, the text part may name it."""
+    """Return the checkpoint's dtype; "" if unknown.
+
+    In a multimodal model, the dtype may be only in the configuration of the text part.
+    """
     for part in _parts(config):
         name = part.get("dtype") or part.get("torch_dtype")
         if isinstance(name, Mapping):  # a dict with one dtype for each part

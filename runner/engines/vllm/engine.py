@@ -54,9 +54,11 @@ _STREAM_INTERVAL_IDS = 8
 (docs/benchmarks.md).
 """
 _FILE_FORMATS = ("auto", "fastsafetensors", "hf", "instanttensor", "mistral", "runai_streamer", "safetensors")
-"""Load formats of vLLM whose weights are the safetensors of the model's folder. The weights of "dummy" are random."""
+"""Load formats with which vLLM can read safetensors files of the model's folder. "dummy" is left out: its weights are
+random.
+"""
 _PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
-"""Number types of the cache without quantization."""
+"""Values of vLLM's argument `kv_cache_dtype` for a cache without quantization."""
 
 
 class VllmEngine(ModelEngine[VllmRuntime]):
@@ -64,8 +66,8 @@ class VllmEngine(ModelEngine[VllmRuntime]):
 
     async with VllmEngine("Qwen/Qwen3-0.6B", max_num_seqs=128) as engine: ...
 
-    The event loop that entered the engine owns it. All processes of vLLM end with the block, and within seconds after
-    this process is killed; they do not receive the terminal's Ctrl-C. vLLM's log goes to stderr; set its level with the
+    The event loop that entered the engine owns it. All processes of vLLM end with the block, or within seconds if this
+    process is killed; they do not receive the terminal's Ctrl-C. vLLM's log goes to stderr; set its level with the
     environment variable `VLLM_LOGGING_LEVEL` before Python starts.
 
     Args:
@@ -134,10 +136,11 @@ class VllmEngine(ModelEngine[VllmRuntime]):
 
         async with VllmEngine.over(llm) as engine: ...
 
-        Leaving the engine ends only its own requests. Weights, sleep, adapters and the cache belong to the owner, and
-        their calls are refused; `pause` in its modes `wait` and `abort` affects only this engine's requests. New
-        weights are detected by the versions of sampled ids. Several engines can share one `AsyncLLM`, each with its own
-        places. Enter the engine on the event loop of the `AsyncLLM`, and leave it before the `AsyncLLM` is shut down.
+        Leaving the engine ends only its own requests. Only the owner can exchange weights, put vLLM to sleep, change
+        adapters or clear the cache; this engine refuses such calls. `pause` in its modes `wait` and `abort` affects
+        only this engine's requests. New weights are detected by the versions of sampled ids. Several engines can share
+        one `AsyncLLM`, each with its own places. Enter the engine on the event loop of the `AsyncLLM`, and leave it
+        before the `AsyncLLM` is shut down.
 
         Args:
             llm: the `AsyncLLM`, preferably with `logprobs_mode="processed_logprobs"`. With `"raw_logprobs"`, turns have
@@ -247,7 +250,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             self.vllm.score_while_paused, vocabulary=self.vocabulary, context=self.context, dtype=self.vllm.dtype
         )
         config = llm.vllm_config.model_config
-        derived = config.is_moe or config.has_inner_state  # a reload may not renew their packed or fused copies
+        derived = config.is_moe or config.has_inner_state  # a reload may not renew packed or fused copies
         wanted = derived if self._reload_check is None else self._reload_check
         self.vllm.reload_check = wanted and llm.vllm_config.load_config.load_format in _FILE_FORMATS
 
@@ -277,10 +280,10 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             check_constraint(self._external, constraint)
 
     def check_scoring(self, *, as_sampled: bool) -> None:
-        """Check that `score` can score ids as sampled, if `as_sampled` is True.
+        """If `as_sampled` is True, check that `score` supports its arguments `sampling` and `constraint`.
 
         Raises:
-            BadControl: the engine does not have our worker extension, cannot be patched, or decodes speculatively.
+            BadControl: vLLM does not have our worker extension, cannot be patched, or decodes speculatively.
         """
         if not as_sampled:
             return
@@ -293,12 +296,12 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             raise BadControl("score(): speculative decoding does not support sampling and constraint; leave them out.")
 
     async def check_proof(self, proof: WeightProof, *, measures: bool = False) -> None:
-        """Check that the engine can score a proof. An engine that is not external must also be able to hold its turns.
+        """Check that the engine can score a proof. Unless vLLM is external, it must also be able to hold its turns.
 
         Raises:
             BadWeights: the proof has ids outside of the vocabulary, or too many ids.
-            BadControl: this vLLM cannot hold its turns, or it is quantized and the difference to the trainer was not
-                measured.
+            BadControl: this vLLM cannot hold its turns, or the engine is quantized and its difference to the trainer
+                was not measured.
         """
         if self._external is None and self.vllm.own_scores is None:
             raise BadControl(
@@ -333,10 +336,10 @@ class VllmEngine(ModelEngine[VllmRuntime]):
         return [core.pid for core in self.vllm.process.cores if core.pid is not None]
 
     async def health(self) -> None:
-        """Return when the engine can answer.
+        """Check that the engine can answer requests.
 
         Raises:
-            EngineDead: the engine cannot answer; the message has the cause.
+            EngineDead: the engine cannot answer them; the message has the cause.
         """
         self.vllm.require_alive()
         try:
@@ -345,7 +348,7 @@ class VllmEngine(ModelEngine[VllmRuntime]):
             raise self.vllm.death_error(error) from error
 
     def restore_choices(self, described: Mapping[str, Any]) -> None:
-        """Use the dtype of a resumed run, if the user gave no dtype and the engine is not entered yet."""
+        """Use the dtype of a resumed run at the start, if the user gave no dtype; do nothing in a running engine."""
         if described.get("kind") == "vllm" and not self.running:
             self._kept_dtype = described.get("dtype", "auto")  # older runs, without this entry, used vLLM's choice
 
@@ -378,12 +381,15 @@ class VllmEngine(ModelEngine[VllmRuntime]):
 
 
 def dtype_of(llm: Any) -> str:
-    """Return the dtype of an `AsyncLLM`'s computation, by torch's name without its prefix."""
+    """Return the dtype in which an `AsyncLLM` computes, such as "float32"."""
     return str(llm.vllm_config.model_config.dtype).removeprefix("torch.")
 
 
 def quantization_of(llm: Any) -> str:
-    """Return the quantization of an `AsyncLLM`'s weights, or of its cache if only the cache is quantized; else ""."""
+    """Return a text about the quantization of an `AsyncLLM`'s weights; "" if nothing is quantized.
+
+    If only the cache is quantized, the text is about the cache.
+    """
     config = llm.vllm_config
     if weights := config.model_config.quantization:
         return f"weights in {weights}"

@@ -36,7 +36,7 @@ __all__ = [
 _LISTEN_SECONDS = 1.0
 """Seconds between checks for a shutdown by the owner, which vLLM does not report to waiting tasks."""
 _LOOK_SECONDS = 0.005
-"""Seconds between checks for the end of requests, since no logger reports the steps."""
+"""Seconds between checks for the end of requests, since no logger reports vLLM's steps."""
 
 _EXTENSION = "worker_extension_cls='runner.engines.vllm.worker.extension.WeightWorker'"
 _PROBABILITIES = ("processed_logprobs", "raw_logprobs")
@@ -93,10 +93,10 @@ def check_sampling(llm: Any, sampling: Sampling) -> None:
 
 
 def check_constraint(llm: Any, constraint: Constraint) -> None:
-    """Check that a grammar does not make the `AsyncLLM` corrupt its memory.
+    """Check that the workers of an `AsyncLLM` can apply a grammar without corrupting their memory.
 
     Raises:
-        BadOption: the grammar would corrupt its memory; the message has the needed argument.
+        BadOption: the workers would corrupt their memory; the message has the needed argument.
     """
     config = llm.vllm_config
     if _bare_on_cpu(llm) and config.model_config.get_vocab_size() % WORD_BITS:
@@ -142,7 +142,7 @@ class ExternalProcess(VllmProcess):
         return llm
 
     async def stop(self) -> None:
-        """Release the `AsyncLLM`, which continues for its owner."""
+        """Drop the reference to the `AsyncLLM`, which continues to run for its owner."""
         self.llm = None
 
     def kill(self) -> None:
@@ -166,16 +166,16 @@ class ExternalStats(SchedulerStats):
 
     @property
     def running(self) -> int:
-        """This engine's unfinished requests in vLLM."""
+        """Number of this engine's unfinished requests in vLLM."""
         return sum(not request.sent_all for request in self._requests)
 
     async def wait_for_step(self) -> None:
-        """Wait a fixed time, since no logger reports the steps."""
+        """Wait for `_LOOK_SECONDS`, since no logger reports vLLM's steps."""
         await anyio.sleep(_LOOK_SECONDS)
 
 
 class ExternalAdapters(VllmAdapters):
-    """Adapters of an external `AsyncLLM`, which only its owner can use."""
+    """Adapters of an external `AsyncLLM`. Only its owner can add or remove them."""
 
     async def add(
         self, name: str, given: Any, *, config: Mapping[str, Any] | None = None, number: int | None = None
@@ -191,7 +191,7 @@ class ExternalRuntime(VllmRuntime):
 
     def __init__(self, process: VllmProcess, llm: Any, weights: VllmWeights, *, version: str, **named: Any) -> None:
         super().__init__(process, llm, weights, version=version, **named)
-        if not self.stamps_itself:  # only the owner has the version of the weights
+        if not self.stamps_itself:  # an older vLLM has no weight versions, so the version is unknown
             self.versions, self._ages = [""], {"": 0}
         self.adapters = ExternalAdapters(llm, process.model, self.answered)
         process.stats = ExternalStats(self._streams())
@@ -202,7 +202,7 @@ class ExternalRuntime(VllmRuntime):
     # --- control by the trainer
 
     async def pause(self, mode: PauseMode) -> None:
-        """Wait for the end of this engine's requests, or cut them. Requests of the owner continue.
+        """Wait for the end of this engine's requests (WAIT), or cut them (ABORT). Requests of the owner continue.
 
         Raises:
             BadControl: the mode is KEEP, which would also pause requests of the owner.
@@ -244,7 +244,7 @@ class ExternalRuntime(VllmRuntime):
     # --- life cycle
 
     async def stop(self) -> None:
-        """End this engine's requests, and release vLLM."""
+        """End this engine's requests, and drop the reference to vLLM."""
         inside = [request.collector for request in self._streams() if not request.sent_all]
         with anyio.move_on_after(ABORT_SECONDS, shield=True):
             await self._end_all()

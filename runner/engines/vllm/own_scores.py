@@ -31,7 +31,7 @@ from runner.logs import logger_for
 __all__ = ["OwnScores"]
 
 SAMPLE_SIZE: Final = 64
-"""Number of scored ids; a few are enough to find a fault."""
+"""Maximum number of ids to score; a few are enough to find a fault."""
 
 _log = logger_for("engines")
 
@@ -55,7 +55,7 @@ class OwnScores:
         self._ids = [drawn.randrange(vocabulary) for _ in range(size)] if size > MIN_SCORES else []
         self._dtype = dtype
         self.noise: float | None = None
-        """Largest difference between two passes with the same weights, in nats; None until `take` has measured it."""
+        """Largest difference between two passes with the same weights, in nats; None before `take` measures it."""
         self.broken: list[int] = []
         """Data-parallel ranks whose scores became NaN or infinity with the last weights."""
         self._last: ScoresByPass | None = None
@@ -66,6 +66,8 @@ class OwnScores:
 
     async def take(self) -> bool:
         """Score the ids with the current weights, unless the last scores are of these weights.
+
+        The first call scores the ids a second time, to measure `noise`.
 
         Returns:
             True if there are scores; False if the context is too short, or if the engine refuses to score ids. After a
@@ -79,10 +81,11 @@ class OwnScores:
         return self._last is not None
 
     async def moved(self) -> bool | None:
-        """Score the ids again, and set `broken`.
+        """Score the ids again after new weights were loaded, and set `broken`.
 
         Returns:
-            True if the scores of every pass changed by more than noise, else False; None if there are no scores.
+            True if in every pass at least one score changed by more than noise, else False. None if there are no scores
+            from before or after the load.
         """
         before, self._last = self._last, await self._scores()
         if before is None or self._last is None:
@@ -117,6 +120,6 @@ class OwnScores:
 
 
 def _became_broken(before: Sequence[float], now: Sequence[float]) -> bool:
-    # A score that was infinite before is not a fault, since some models mask ids.
+    # A score that was infinite with the old weights too is not a fault, since some models mask ids.
     new = np.asarray(now)
     return bool((~np.isfinite(new) & (new != np.asarray(before))).any())

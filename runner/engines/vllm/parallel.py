@@ -55,13 +55,13 @@ class ParallelSizes:
     """Numbers of ranks and workers of an engine."""
 
     data: int = 1
-    """Data-parallel ranks, each with a copy of the model."""
+    """Number of data-parallel ranks, each with a copy of the model."""
     tensor: int = 1
-    """Workers per layer of a copy (tensor parallelism)."""
+    """Number of workers that split each layer of a copy (tensor parallelism)."""
     pipeline: int = 1
-    """Pipeline stages of a copy."""
+    """Number of pipeline stages of a copy."""
     prefill: int = 1
-    """Workers per prompt (vLLM's prefill context parallelism)."""
+    """Number of workers that split each prompt (vLLM's prefill context parallelism)."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ParallelSizes:
@@ -80,7 +80,7 @@ class ParallelSizes:
 
     @property
     def workers(self) -> int:
-        """Workers of all ranks, each with its own GPU or CPU cores."""
+        """Number of workers of all ranks together. Each worker has its own GPU or CPU cores."""
         return self.data * self.tensor * self.pipeline * self.prefill
 
     def described(self) -> dict[str, int]:
@@ -132,12 +132,12 @@ def is_local(given: Mapping[str, Any]) -> bool:
 
 
 def single_process_variables(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables that bind the threads of a CPU engine with a worker inside the engine core.
+    """Return environment variables for a CPU engine with its worker inside the engine core.
 
-    A worker inside the engine core saves a process that imports vLLM, and the messages to this process. The result is
-    empty if this is not possible: with several workers, with Ray, if ranks may be on other machines, with a given
-    executor, with another OpenMP library than GNU's, or if the variable `BINDING` is set, but not to a list of cores
-    for one worker.
+    The variables bind the worker's threads to cores. A worker inside the engine core saves a process that imports vLLM,
+    and the messages to this process. The result is empty if such a worker is not possible: with several workers, with
+    Ray, if ranks may be on other machines, with a given executor, with another OpenMP library than GNU's, or if the
+    variable `BINDING` is set, but not to a list of cores for one worker.
     """
     if ParallelSizes.of(given).workers > 1 or not is_local(given) or given.get("distributed_executor_backend"):
         return {}
@@ -181,9 +181,10 @@ def ranks_of(llm: Any) -> int:
 
 
 def stale_tensors(changed: Sequence[Mapping[str, bool]]) -> dict[int, list[str]]:
-    """Return the names of tensors that did not change in an update although they changed in another worker, by worker.
+    """Return the names of tensors that an update did not change in one worker, although it changed them in another one.
 
-    If nothing changed in a worker, but any tensor changed in another one, all names of this worker are included.
+    The keys are the indices of the workers with such tensors. If nothing changed in a worker, but any tensor changed
+    in another one, all names of the unchanged worker are included.
 
     Args:
         changed: for each worker, whether each of its tensors changed, by name.

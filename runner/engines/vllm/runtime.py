@@ -32,7 +32,7 @@ from runner.options import Sampling
 __all__ = ["ABORT_SECONDS", "VllmRuntime", "first_version"]
 
 ABORT_SECONDS = 2.0
-"""Maximum seconds to end requests in vLLM. A cancellation does not interrupt this."""
+"""Maximum time to end requests in vLLM, in seconds. A cancellation does not shorten it."""
 
 _FIRST_VERSION = "0"  # for a vLLM that does not report weight versions
 _LISTEN_SECONDS = 0.2  # seconds between checks for vLLM's death during a call
@@ -51,11 +51,11 @@ class VllmRequest(OpenRequest, Protocol):
 
 
 class VllmRuntime(ModelRuntime[VllmRequest]):
-    """State of vLLM from start to stop. A request is in flight until its stream is closed."""
+    """State of vLLM between its start and its stop. A request is in flight until its stream is closed."""
 
     adapters: VllmAdapters
     workers = 1
-    """Number of workers that share one model; 1 if they do not compare their tensors."""
+    """Number of workers that share a copy of the model; 1 if their tensors are not compared after an update."""
     _changed: Sequence[Mapping[str, bool] | None] = ()
 
     def __init__(
@@ -77,7 +77,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         """The `AsyncLLM`; None after the stop."""
         self.weights = weights
         self.stamps_itself = _stamps(llm)
-        """True if vLLM, too, records the version of its weights, as it does since 0.32."""
+        """True if vLLM records weight versions itself, which it does since 0.32."""
         self.own_scores: OwnScores | None = None
         """The engine's scores before and after an update; None for an external vLLM, and if vLLM cannot hold turns."""
         self.reload_check = False
@@ -95,15 +95,15 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
 
         Args:
             request: the request.
-            adapter: the adapter version to sample with.
+            adapter: the adapter version to sample with; None for the model without an adapter.
             rank: the data-parallel rank that computes the request; None to let vLLM choose. vLLM spreads the turns of
                 an episode over all ranks, so the cache of the chosen rank may lack the earlier turns.
 
         Raises:
             RequestRejected: vLLM refuses the request.
-            EngineDead: the engine is gone.
+            EngineDead: vLLM died, or the engine was stopped.
         """
-        # vLLM does not make names unique, and an abort would end all requests of a name.
+        # vLLM does not make names unique, and an abort would end all requests of the same name.
         name = f"{request.name}#{next(_NUMBERS)}"
         llm = self.llm
         routing = {"data_parallel_rank": rank} if len(self.gate.ranks) > 1 else {}
@@ -226,10 +226,12 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return moved
 
     async def _check_reload(self, own: OwnScores) -> None:
-        """Load the engine's own weights again if `reload_check` is set, and reset `reload_check`.
+        """If `reload_check` is set, reset it, load the engine's own weights again, and compare the scores.
+
+        Nothing is loaded if the files of the weights changed or are not usable, or if ids cannot be scored.
 
         Raises:
-            EngineDead: the weights could not be loaded again, or the scores changed. The engine was ended.
+            EngineDead: the weights could not be loaded again, or the scores changed. In both cases the engine is ended.
         """
         if not self.reload_check:
             return
@@ -280,7 +282,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         await self.answered("update_weights()", self.llm.engine_core.call_utility_async(name))
 
     async def _scored(self, ids: Sequence[int], rank: int) -> list[float]:
-        """Return the log-probability of each id but the first, computed as a prompt."""
+        """Send the ids as a prompt, and return the log-probability of each id but the first."""
         how = replace(Sampling.defaults(), max_tokens=1)
         request = GenerationRequest(name="proof", prompt=ids, sampling=how, scores_prompt=True)
         collector = await self.send(request, rank=rank)
@@ -292,8 +294,8 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
     async def _scored_in_steps(self, ids: Sequence[int], rank: int) -> list[float]:
         """Return the log-probabilities of the ids at `STEP_PLACES`, each computed in a decoding step.
 
-        Each id has its own request, whose prompt ends two ids before it. One step samples the id between them, and the
-        next step samples the scored id. So all ids are computed in two steps.
+        Each scored id has its own request, whose prompt ends two ids before the scored id. The first step samples the
+        id in between, and the next step samples the scored id. So all ids are computed in two steps.
         """
         how, collectors = replace(Sampling.defaults(), max_tokens=2, temperature=1.0, ignore_eos=True), list[Any]()
         try:
@@ -307,7 +309,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
                 collector.close()
 
     async def _read(self, collector: Any) -> tuple[list[float], list[float]]:
-        """Read a request to its end, and return the log-probabilities of its prompt and of its sampled ids.
+        """Read a request to its end. Return the log-probabilities of its prompt, and of the ids in its last delta.
 
         A list is empty if vLLM returns no such log-probabilities.
         """
@@ -335,7 +337,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
             raise EngineError("reset_prefix_cache(): vLLM kept its cached prompts; vLLM's log may have the reason")
 
     def check_sleep(self, level: int) -> None:
-        # vLLM can release GPU memory only if it allocated the memory for this.
+        # vLLM can release only GPU memory that it allocated with its sleep mode enabled.
         config = self.llm.vllm_config
         if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
             raise BadControl(
@@ -435,7 +437,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         """End the engine if the block raises an `EngineError`, after which the engine is not usable.
 
         Raises:
-            EngineDead: the block raised such an error. All requests get the same `EngineDead`.
+            EngineDead: the block raised such an error. All requests fail with the same message.
         """
         try:
             yield
@@ -459,7 +461,7 @@ class VllmRuntime(ModelRuntime[VllmRequest]):
         return copy
 
     async def stop(self) -> None:
-        """End vLLM and its processes; requests at the gate fail."""
+        """End vLLM and its processes. Requests that wait at the gate fail with `EngineDead`."""
         self._stopped = True
         self.gate.fail(lambda: EngineDead("the engine was stopped"))
         await self.process.stop()

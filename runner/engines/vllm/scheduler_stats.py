@@ -16,7 +16,7 @@ _BUCKET_SECONDS = 0.1  # a window has at most a hundred buckets, for any number 
 
 
 class Rate:
-    """Rate per second over the last ten seconds; 0 after ten seconds without an event."""
+    """Rate of events per second over the last ten seconds. `add` reports a number of events."""
 
     __slots__ = ("_buckets", "_clock")
 
@@ -36,7 +36,10 @@ class Rate:
             self._buckets.append((now, count))
 
     def per_second(self) -> float:
-        """Return the events of the last ten seconds, divided by the seconds since the first one, but at least by 1."""
+        """Return the number of events in the last ten seconds, divided by the seconds since the first of them.
+
+        The divisor is at least 1. The result is 0 if there was no event.
+        """
         now = self._clock()
         self._forget(now)
         if not self._buckets:
@@ -53,13 +56,13 @@ class SchedulerStats:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.prefix_queries = 0
-        """Prompt ids that were looked up in the prefix cache since the start."""
+        """Number of prompt ids that were looked up in the prefix cache since the start."""
         self.prefix_hits = 0
-        """Prompt ids that the prefix cache held."""
+        """Number of prompt ids that were found in the prefix cache since the start."""
         self.prompt_tokens = 0
-        """Prompt ids that were computed since the start, without cached ones."""
+        """Number of prompt ids that were computed since the start; ids from the prefix cache are not counted."""
         self.steps = 0
-        """Steps with computation since the start, of all engine cores."""
+        """Number of steps with computation since the start, of all engine cores together."""
         self.rate = Rate(clock)
         self.on_progress: Callable[[], None] = _nothing
         """Function that is called after each step with computation."""
@@ -70,7 +73,7 @@ class SchedulerStats:
 
     @property
     def open(self) -> int:
-        """Running and queued requests."""
+        """Number of running and queued requests together."""
         return self.running + self.queued
 
     @property
@@ -79,12 +82,12 @@ class SchedulerStats:
 
     @property
     def queued(self) -> int:
-        """Queued requests inside the engine, which wait for cache or a grammar."""
+        """Number of queued requests inside the engine. They wait, for example, for cache or a grammar."""
         return sum(self._queued.values())
 
     @property
     def kv_usage(self) -> float | None:
-        """Fraction of the KV cache in use, of the fullest engine core; None before the first step."""
+        """Used fraction of the KV cache of the engine core with the fullest cache; None before the first step."""
         return max(self._usage.values(), default=None)
 
     def record(
@@ -114,7 +117,7 @@ class SchedulerStats:
         self.notify()
 
     def clear(self) -> None:
-        """Set the open requests and the cache use to 0 after all requests were ended.
+        """Set the numbers of open requests and the used fraction of the cache to 0, after all requests were ended.
 
         A scheduler reports its counts only at a step, and it has no step after the last request.
         """
@@ -130,7 +133,7 @@ class SchedulerStats:
             self._changed = None
 
     async def wait_for_step(self) -> None:
-        """Wait for the next step, or until the stream of a request is closed."""
+        """Wait until a step has ended, or until the stream of a request is closed."""
         self._changed = self._changed or anyio.Event()
         await self._changed.wait()
 
@@ -140,7 +143,7 @@ class SchedulerStats:
             await self.wait_for_step()
 
     def logger(self) -> type:
-        """Return the class of the statistics logger for vLLM."""
+        """Return the class of a statistics logger for vLLM. Its objects record each step in these counts."""
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         count = self

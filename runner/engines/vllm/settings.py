@@ -37,13 +37,14 @@ _EVERYWHERE: dict[str, Any] = {
     # Trajectories record the probabilities of the sampling, after grammar masks and temperature.
     "logprobs_mode": "processed_logprobs",
     "max_logprobs": MAX_LOGPROBS,
-    # vLLM's own statistics print and keep histograms; `SchedulerStats` has its own logger.
+    # vLLM's own loggers of statistics print and keep histograms, so they are off. `SchedulerStats` has a logger of
+    # its own.
     "disable_log_stats": True,
     # By default vLLM chooses the grammar library by the first constraint, and keeps it for later constraints.
     "structured_outputs_config": {"backend": "xgrammar"},
     # This class has the methods by which vLLM's workers load new weights.
     "worker_extension_cls": "runner.engines.vllm.worker.extension.WeightWorker",
-    # With this, the statistics of each step have its number of computed prompt tokens. Nothing is logged.
+    # With this, the statistics of a step have the number of prompt tokens that the step computed. Nothing is logged.
     "enable_logging_iteration_details": True,
 }
 # vLLM's own defaults are small and depend on a usage context.
@@ -79,7 +80,7 @@ def choose_settings(
         given: the user's engine arguments.
         cpu: True if vLLM computes on CPU cores.
         known: names of this vLLM's engine arguments.
-        dtype: default dtype; None if vLLM chooses it.
+        dtype: dtype to use if `given` has none; None to let vLLM choose it.
 
     Raises:
         BadOption: vLLM does not have an argument, or the engine sets it itself.
@@ -175,13 +176,13 @@ CONSTRAINT_CACHE_ENTRIES: Final = 1024
 def cache_constraint_checks(kind: type[Any]) -> type[Any]:
     """Return a subclass of vLLM's `SamplingParams` that checks each constraint once instead of once per request.
 
-    vLLM parses the grammar of each request in the caller's event loop, a quarter of the cost of a short turn.
+    vLLM parses the grammar of each request in the caller's event loop. This is a quarter of the cost of a short turn.
 
     Args:
-        kind: vLLM's class.
+        kind: vLLM's class `SamplingParams`.
 
     Returns:
-        A subclass with its own cache, for the requests of one engine; `kind` if this vLLM has no such check.
+        A subclass with its own cache, for the requests of one engine; `kind` itself if this vLLM has no such check.
     """
     method = "_validate_structured_outputs"
     if not hasattr(kind, method):  # another version of vLLM

@@ -1,4 +1,4 @@
-"""State dict in memory that the engine's processes can read: a safetensors file without a name in any folder.
+"""State dict in memory that the engine's processes can read. The memory is a safetensors file that is in no folder.
 
 The memory is freed with its last open descriptor, so nothing remains after this process ends, and the size of
 /dev/shm does not limit it.
@@ -49,7 +49,7 @@ class SharedWeights:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Close the memory, which is freed after its last reader; idempotent."""
+        """Close the memory, which is freed when all its readers have closed it too; idempotent."""
         self._closed()
 
     @classmethod
@@ -58,7 +58,7 @@ class SharedWeights:
 
         Args:
             tensors: torch tensors on any device, or numpy arrays.
-            dtypes: dtype for writing each tensor, by name.
+            dtypes: dtype in which each tensor is written, by the tensor's name.
 
         Raises:
             BadWeights: a tensor has a value that is not finite in its dtype, or the memory is too small.
@@ -117,7 +117,10 @@ def form_of(name: Any, tensor: Any) -> TensorForm:
 # 1,026 MiB for a file of 512 MiB, against 64 MiB in this module. Its `serialize_file` renames a temporary file, which
 # does not work for a file without a name.
 def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, list[str]]:
-    """Return the header and the order of the tensors: by dtype, the widest first, so that all are aligned."""
+    """Return the header, and the names of the tensors in the order of the file.
+
+    Tensors are ordered by dtype, the widest dtype first, so that all tensors are aligned.
+    """
     order = sorted(forms, key=lambda name: (-_width(forms[name].dtype), forms[name].dtype))
     entries, end = {}, 0
     for name in order:
@@ -137,7 +140,7 @@ def _width(dtype: str) -> int:
     return size
 
 
-# A few large calls replace one call per tensor, since each call releases the GIL and then waits to get it back.
+# A few large write calls replace one call per tensor, since each call releases the GIL and then waits to get it back.
 
 
 def _batches(tensors: Iterable[tuple[Any, str]]) -> Iterator[list[memoryview]]:
@@ -165,8 +168,9 @@ def _write(descriptor: int, parts: list[memoryview]) -> None:
 def _first_not_finite(descriptor: int, begin: int, forms: Mapping[str, TensorForm]) -> str | None:
     """Return the name of the first tensor with a NaN or an infinity; None if there is none.
 
-    All bits of the exponent of a NaN or an infinity are set. Only dtypes in `_EXPONENTS` are checked. The check uses
-    numpy, since torch's threads would wait for the engine's threads.
+    The tensors are in the file in the order of `forms`, from byte `begin` on. In a NaN or an infinity, all bits of
+    the exponent are set. Only dtypes in `_EXPONENTS` are checked. The check uses numpy, since torch's threads would
+    wait for the engine's threads.
     """
     memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     for dtype, group in itertools.groupby(forms.items(), key=lambda item: item[1].dtype):

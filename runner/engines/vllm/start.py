@@ -47,7 +47,7 @@ SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 
 _PREFIX: Final = "deltarunner-engine-"
 _MAX_PATH_BYTES: Final = 107 - len(f"{_PREFIX}12345678/") - len(f"{'/'}12345678-1234-1234-1234-123456789abc")
-"""Maximum length of the parent folder's path in bytes; the address of a socket has at most 107 bytes."""
+"""Maximum length in bytes of the path of an engine folder's parent; the path of a socket has at most 107 bytes."""
 
 
 class EngineFolder:
@@ -95,7 +95,7 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def _unexpected(record: logging.LogRecord) -> bool:
-    """Return False for warnings of a usual shutdown, which have an `EngineDeadError` or begin with "[shutdown]"."""
+    """Return False for a warning of a usual shutdown: it has an `EngineDeadError`, or begins with "[shutdown]"."""
     if record.levelno < logging.WARNING:
         return True
     error = record.exc_info[0] if record.exc_info else None
@@ -140,7 +140,7 @@ def contained_vllm() -> Iterator[None]:
 
 @dataclass(slots=True)
 class VllmProcess:
-    """The engine and the processes of vLLM, from start to stop."""
+    """vLLM's `AsyncLLM` and its processes, from start to stop."""
 
     model: ResolvedModel
     given: Mapping[str, Any]
@@ -160,8 +160,8 @@ class VllmProcess:
     folder: EngineFolder | None = None
     """Folder for files of vLLM's processes; None before the start."""
     cleanup: CleanupProcess | None = None
-    """Process that removes leftovers if this process and the engine's processes are killed; None if it cannot start."""
-    _memory: set[str] = field(default_factory=set)  # shared memory of the cores after their start
+    """Process that removes leftovers if this process and vLLM's processes are killed; None if it was not started."""
+    _memory: set[str] = field(default_factory=set)  # names of the cores' shared memory after their start
     _given_up: bool = False  # set by `_stop`, and read by the thread that starts vLLM
     _thread: WorkerThread | None = None  # the thread that started vLLM
     _others: list[BaseProcess] | None = None  # vLLM processes that ran before the start; None except during the start
@@ -278,13 +278,13 @@ class VllmProcess:
     def _construct(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vLLM's warnings
-            with _environment(_log_variables()), _kept(_LOADED):  # vLLM reads them when it is imported
+            with _environment(_log_variables()), _kept(_LOADED):  # vLLM reads log variables at its import
                 arguments = self._arguments()
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
             assert self.settings is not None
-            # The tracker is started before SIGINT is blocked, since its start unblocks SIGINT.
+            # Python's resource tracker is started before SIGINT is blocked, since its start unblocks SIGINT.
             resource_tracker.ensure_running()
             with _environment(self._variables(self.settings.environment)), _kept(_LOADED), _no_interrupts():
                 if self._given_up:
@@ -407,7 +407,10 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 
 def _log_variables() -> dict[str, str]:
-    """Return variables that send vLLM's log to stderr, since stdout belongs to the program."""
+    """Return the environment variable that sends vLLM's log to stderr, since stdout belongs to the program.
+
+    The result is empty if the user has set this variable.
+    """
     ours = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     return {name: value for name, value in ours.items() if name not in os.environ}
 
@@ -421,7 +424,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _kept(names: Iterable[str]) -> Iterator[None]:
-    """Restore these environment variables after this block."""
+    """Restore the environment variables of these names at the end of the block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -447,7 +450,7 @@ def _refuse_import_by_child() -> None:
     """End this process if it is a process of vLLM that imports the user's script and so would start another engine.
 
     Raises:
-        SystemExit: it is such a process.
+        SystemExit: this process is such a process.
     """
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return

@@ -1,4 +1,4 @@
-"""Deltas of one request to vLLM; leaving the block ends the request."""
+"""Deltas of one request to vLLM. The request ends at the latest when the `async with` block of its stream ends."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
 
     @property
     def sent_all(self) -> bool:
-        """True if vLLM has sent the request's last id, which may still be unread, or has died."""
+        """True if vLLM has sent the request's last id, even if this id is still unread, or if vLLM has died."""
         if self.finish is not None:
             return True
         unread = self._collector.output if self._collector is not None else None
         return isinstance(unread, Exception) or (unread is not None and unread.finished)
 
     def stamp(self, version: str) -> None:
-        """Record new weights after the ids that vLLM has sampled."""
+        """Record this weight version for the ids after those that vLLM has sent so far."""
         unread = self._collector.output if self._collector is not None else None
         waiting = 0 if unread is None or isinstance(unread, Exception) else len(unread.outputs[0].token_ids)
         self._stamps.mark(version, self.sent + waiting)
@@ -108,7 +108,7 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         return Finish(reason, stop, versions, output.num_cached_tokens)
 
     def _without_the_impossible(self, delta: Delta) -> Delta:
-        """Drop the ids from the first NaN on.
+        """Drop the first id whose log-probability is NaN, and all later ids, from the last delta of a failed request.
 
         If no id can be sampled, vLLM returns id 0 with the log-probability NaN, and ends the request with an error.
         """
@@ -138,14 +138,15 @@ class VllmStream(GatedStream[VllmRuntime, Session]):
         return death
 
     def _unstamped(self) -> tuple[VersionSpan, ...]:
-        """Return the weight versions that this stream recorded, for use if vLLM has returned no versions."""
+        """Return the weight versions that this stream recorded. They are used if vLLM has returned no versions."""
         return self._stamps.spans(self.sent)
 
 
 def _side(completion: Any) -> SideData | None:
-    """Return the masks and experts of vLLM's options `return_sampling_mask` and `enable_return_routed_experts`.
+    """Return the sampling masks and the routed experts of a completion.
 
-    vLLM has both since 0.28. The result is None if vLLM returned neither.
+    vLLM returns them with its options `return_sampling_mask` and `enable_return_routed_experts`, since 0.28. The
+    result is None if vLLM returned neither.
     """
     masks, experts = getattr(completion, "sampling_mask", None), getattr(completion, "routed_experts", None)
     if masks is None and experts is None:

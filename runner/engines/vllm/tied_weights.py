@@ -33,8 +33,8 @@ def compare_tied(
         forms: forms of the given tensors.
         model: the checkpoint with which the engine started.
         config: transformers' configuration of the model.
-        equal: function that compares two given tensors of one shape, by name.
-        given_as: the source of the weights, for the error.
+        equal: function that takes the names of two given tensors of one shape, and returns whether they are equal.
+        given_as: description of the given weights, for the error.
 
     Raises:
         BadWeights: output layer and embedding differ.

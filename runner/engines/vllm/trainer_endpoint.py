@@ -1,4 +1,7 @@
-"""Trainer end of vLLM's weight transfer in this process. It runs in threads; the receiver runs on the event loop."""
+"""The trainer's end of vLLM's weight transfer, for a trainer in this process.
+
+It runs in threads; the receiver runs on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from runner.errors import BadWeights
 __all__ = ["TrainerEndpoint", "forms_of_source", "worker_error"]
 
 SHUTDOWN_SECONDS = 10.0
-"""Seconds that vLLM's trainer end may take to disconnect; a connection that hangs is abandoned."""
+"""Seconds that the trainer's end may take to disconnect; a connection that hangs is abandoned."""
 
 
 class TrainerEndpoint:
@@ -27,7 +30,7 @@ class TrainerEndpoint:
     Args:
         transfer: source of the weights, and vLLM's init info for a backend.
         receiver: the engine's end.
-        source: source to use in place of the transfer's own, for example with other tensor names; None for its own.
+        source: source to use instead of the transfer's, for example with other tensor names; None for the transfer's.
     """
 
     def __init__(self, transfer: LocalTransfer, receiver: Receiver, source: Any = None) -> None:
@@ -88,7 +91,7 @@ def _shut_down(trainer: Any) -> None:
 
 
 class _WeightSyncClient:
-    """Client for vLLM's trainer end, callable from any thread; used in place of vLLM's `VLLMWeightSyncClient`."""
+    """Client by which the trainer's threads call the receiver; it implements vLLM's protocol `VLLMWeightSyncClient`."""
 
     def __init__(self, receiver: Receiver, loop: EventLoopToken) -> None:
         self.closed = False
@@ -111,7 +114,7 @@ class _WeightSyncClient:
     def _call(self, call: Callable[..., Coroutine[Any, Any, None]], *given: Any) -> None:
         if self.closed:
             raise ConnectionError("the transfer was closed")
-        # vLLM's NCCL trainer calls from its own threads, without an event loop.
+        # vLLM's NCCL trainer calls this client from its own threads, which have no event loop.
         from_thread.run(call, *given, token=self._loop)
 
 

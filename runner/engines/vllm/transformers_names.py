@@ -43,13 +43,13 @@ def to_checkpoint_names(config: Any, tensors: Mapping[str, Any]) -> dict[str, An
 def compare_with_checkpoint(
     forms: Mapping[str, TensorForm], model: Checkpoint, config: Any, *, given_as: str, remedy: str
 ) -> None:
-    """Check that weights fit a checkpoint. The error explains names of transformers' own model.
+    """Check that weights fit a checkpoint. If they have the names of transformers' own model, the error has the remedy.
 
     Args:
         forms: forms of the given tensors.
         model: the checkpoint of the engine's model.
         config: transformers' configuration of the model.
-        given_as: the source of the weights, for the error.
+        given_as: description of the given weights, for the error.
         remedy: how the caller can give the tensors under the names of the checkpoint, for the error.
 
     Raises:
@@ -73,7 +73,8 @@ def compare_with_checkpoint(
 def tied_names(config: Any) -> list[tuple[str, str]]:
     """Return pairs of names: of an output layer, and of the embedding tied to it.
 
-    The pairs have the names in the model and, if these differ, also the names in its checkpoint.
+    For each such layer, one pair has the names in the model. If the names in its checkpoint differ, a second pair has
+    those.
 
     Args:
         config: transformers' configuration of a model that ties such layers.

@@ -43,13 +43,13 @@ class CheckedWeights:
     folder: Path | None = None
     """Folder of the weights; None if they are in no folder."""
     files: tuple[str, ...] = ()
-    """Files of the weights, for vLLM's workers."""
+    """Paths of the safetensors files that vLLM's workers load."""
     ignored: tuple[str, ...] = ()
     """Tensors in the files that the model does not use."""
     memory: SharedWeights | None = None
     """Memory with a copy of the state dict; None if no state dict was given."""
     transfer: Transfer | None = None
-    """Transfer by which the weights come; None if they are in files."""
+    """Transfer through which the weights arrive; None if the weights are in files."""
 
     def close(self) -> None:
         """Free the memory; idempotent, and also done when the object is dropped."""
@@ -155,7 +155,7 @@ class VllmWeights:
     # --- checks
 
     def _refuse_stale_copies(self) -> None:
-        """Check that nothing from the old weights would stay, such as keys in a connector or packed copies on a CPU.
+        """Check that nothing of the old weights would stay, such as keys in a connector or packed copies on a CPU.
 
         Raises:
             BadWeights: something would stay.
@@ -251,12 +251,12 @@ class VllmWeights:
 
 
 def moves_keys(config: Any) -> bool:
-    """Return whether an engine of a vLLM configuration moves keys and values out of vLLM's own cache."""
+    """Return whether vLLM, with this configuration, moves keys and values out of its own cache."""
     return getattr(config, "kv_transfer_config", None) is not None
 
 
 def _connectors_that_keep(transfer: Any) -> Iterator[str]:
-    """Yield the names of connectors that have no method to drop their keys and values, from a KVTransferConfig."""
+    """Yield the names of the connectors in a KVTransferConfig that have no method to drop their keys and values."""
     if transfer is None or transfer.kv_connector is None:
         return
     from vllm.config import KVTransferConfig

@@ -1,4 +1,4 @@
-"""Weights through vLLM's weight transfer engines: from an external trainer, or with both ends in this process."""
+"""Exchange of weights through vLLM's weight transfer engines, with a trainer in this process or in another one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.errors import BadWeights, EngineError
 __all__ = ["Transfer", "VllmTransfers", "fitting_source"]
 
 Transfer = WeightTransfer | LocalTransfer | RelayedTransfer
-"""Weights that come through a transfer engine."""
+"""Weights that arrive through one of vLLM's weight transfer engines."""
 
 _NOT_STARTED = (
     'needs an engine with a transfer backend: VllmEngine(weight_transfer_config={"backend": "nccl"}), or "ipc".'
@@ -66,7 +66,7 @@ class VllmTransfers:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._joined: Mapping[str, Any] | None = None  # init info of the external trainer that was joined
-        self._trainer: TrainerEndpoint | None = None  # vLLM's trainer end, if the trainer is in this process
+        self._trainer: TrainerEndpoint | None = None  # the trainer's end, if the trainer is in this process
 
     async def check(self, transfer: Transfer, model: Checkpoint) -> None:
         """Check the announced tensors, and connect both ends if needed.
@@ -79,7 +79,7 @@ class VllmTransfers:
             raise BadWeights(f"a {name} {_NOT_STARTED}")
         if isinstance(transfer, RelayedTransfer):
             self._compare(transfer.announced.forms, model, name)
-            if transfer.init is not None:  # None if both ends are connected already, or later
+            if transfer.init is not None:  # None if both ends are connected, or will be later
                 await self._meet(name, transfer.announced.seconds, partial(self._join, transfer.init))
         elif isinstance(transfer, LocalTransfer):
             await self._check_local(name, transfer, model)
@@ -147,7 +147,7 @@ class VllmTransfers:
 
     async def _meet(self, name: str, seconds: float, join: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._joined = None
-        if self._trainer is not None:  # the old trainer's end may hold the port that the new one needs
+        if self._trainer is not None:  # the old trainer endpoint may still hold the port that the new endpoint needs
             trainer, self._trainer = self._trainer, None
             await trainer.close()
         try:

@@ -22,9 +22,9 @@ WORD_BITS = 32
 def patch_bitmasks() -> None:
     """Patch xgrammar in this process, so that masks do not write past the end of a vocabulary.
 
-    xgrammar's CPU kernel also masks the unused bits after the last id if a vocabulary is not a multiple of 32. It then
-    forbids the first id of the next row, or corrupts the worker's memory (seen with xgrammar 0.2.8). With the patch
-    these bits count as allowed.
+    xgrammar's CPU kernel also masks the unused bits after the last id if the size of a vocabulary is not a multiple of
+    32. It then forbids the first id of the next row, or corrupts the worker's memory (seen with xgrammar 0.2.8). With
+    the patch these bits count as allowed.
     """
     import xgrammar
 
@@ -195,7 +195,7 @@ def masks(kernels: Any) -> bool:
 
 
 def _masked(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return the kernel with zeros as inputs for ids without an adapter, so that its result is zero."""
+    """Return a kernel that uses zeros as the inputs of ids without an adapter, so that their results are zero."""
     import torch
 
     @functools.wraps(kernel)

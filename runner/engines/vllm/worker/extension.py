@@ -35,7 +35,7 @@ else:
 class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
     """Methods of a worker for `VllmEngine.update_weights`, scoring and, on a CPU, adapters and seeds.
 
-    Your own worker extension inherits from it: `class Mine(WeightWorker)`.
+    A worker extension of your own has to inherit from this class: `class Mine(WeightWorker)`.
     """
 
     def load_weight_files(self, files: Sequence[str], ignored: Collection[str]) -> None:
@@ -48,7 +48,7 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         self.reload_weights(weights_iterator=_tensors(files, frozenset(ignored)))
 
     def changed_tensors(self) -> dict[str, bool] | None:
-        """Return for each tensor of this worker whether it changed since the last call; None at the first call."""
+        """Return for each tensor, by name, whether it changed since the last call; None at the first call."""
         model = self.model_runner.model
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         sums = {name: _checksum(tensor) for name, tensor in tensors.items() if tensor.numel()}
@@ -56,7 +56,7 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         return None if before is None else {name: before.get(name) != value for name, value in sums.items()}
 
     def device_name(self) -> str:
-        """Return the device of this worker: its type, or the UUID of a GPU."""
+        """Return the device of this worker: "cpu", or the UUID of its GPU."""
         from vllm.platforms import current_platform
 
         kind: str = self.device.type
@@ -100,7 +100,7 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
         return True
 
     def patch_cpu_worker(self) -> None:
-        """Apply the patches of seeded turns, masks and reloads, if this worker runs on a CPU."""
+        """Apply the patches for turns with a seed, masks and reloads, if this worker runs on a CPU."""
         if self.device.type == "cpu":
             patch_generators()
             patch_bitmasks()
@@ -108,7 +108,10 @@ class WeightWorker(Worker):  # type: ignore[misc]  # vLLM is not typed
 
 
 def _checksum(tensor: Any) -> tuple[int, int]:
-    """Return sums of a tensor's bits, weighted by row and by column, so that swapped parts change the sums too."""
+    """Return two sums of a tensor's bits, read as integers: one weighted by row, the other weighted by column.
+
+    An unweighted sum would not change if parts of the tensor are swapped.
+    """
     import torch
 
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -73,7 +73,7 @@ class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the tensors. vLLM's own method also synchronizes with an accelerator, and fails without one."""
+        """Load the tensors. vLLM's own method also synchronises with an accelerator, and fails without one."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:

@@ -42,9 +42,9 @@ def _forced(params: Any) -> Any:
 
 # The position is the number of sampled ids, not the number of calls, since a preempted request is sampled again.
 def _leave_one(ids: list[int], sampled: list[int], logits: Any) -> Any:
-    """Return the logits of a row, shape [vocabulary], after all but the next forced id are set to minus infinity.
+    """Return the logits of a row, shape [vocabulary]: 0 for the next forced id, minus infinity for all other ids.
 
-    After the last forced id, nothing is set.
+    After the last forced id, the logits are unchanged.
     """
     if len(sampled) < len(ids):
         logits.fill_(float("-inf"))

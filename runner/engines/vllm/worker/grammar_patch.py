@@ -13,7 +13,7 @@ from runner.parsing.grammar_compiler import TokenGrammarCompiler
 __all__ = ["ENTRY_POINT", "patch_engine_core", "patch_grammar_compiler"]
 
 ENTRY_POINT = "deltarunner_grammars"
-"""Entry point of `patch_engine_core`."""
+"""Name of the entry point through which vLLM calls `patch_engine_core`."""
 
 
 def patch_engine_core() -> None:

@@ -59,7 +59,7 @@ def started_by_engine() -> bool:
 
 
 def watch_parent() -> None:
-    """Start the watch in a process that our engine started; do nothing in any other.
+    """Start the watch in a process that our engine started; do nothing in any other process.
 
     The result is None, by which a platform plugin reports that its platform is absent.
     """
@@ -82,8 +82,8 @@ def watch_parent() -> None:
 
 
 def patch_file_store(folder: str) -> None:
-    """Patch this process, so that the file by which the workers of a core connect is in the engine's folder too."""
-    # This module of vLLM is possibly not imported yet at the first call of `watch_parent`. It is first used after the
+    """Patch this process, so that the file through which the workers of a core connect is in the engine's folder."""
+    # At the first call of `watch_parent`, vLLM may not have imported this module yet. vLLM first uses it after the
     # second call.
     network = sys.modules.get("vllm.utils.network_utils")
     if hasattr(network, "tempfile"):

@@ -88,7 +88,10 @@ def _plain(name: str) -> str:
 
 @contextmanager
 def _own_layer_names(compilation: Any) -> Iterator[None]:
-    """A block in which the second model's layers register under the names of the first model's layers."""
+    """Replace vLLM's registries of layers by empty ones in this block.
+
+    So the second model's layers can register under the names of the first model's layers.
+    """
     layers, experts = compilation.static_forward_context, compilation.static_all_moe_layers
     compilation.static_forward_context, compilation.static_all_moe_layers = {}, []
     try:
@@ -162,7 +165,7 @@ class _Copies:
             self._planned.append(lambda: held.__setitem__(key, as_tuple(items)))
 
     def _keep_tensors(self, new: Any) -> None:
-        """Keep the tensors of a handle's layer until the handle is freed: the handle has addresses of the scales."""
+        """Keep the tensors of a handle's layer until the handle is freed, since the handle has addresses of scales."""
         if _is_handle(new):
             new.tensors = self._tensors
 
@@ -286,7 +289,10 @@ def _has_layer(value: Any) -> bool:
 
 
 def _kept(place: str, mine: Any, made: Any) -> Any:
-    """Return a value that a function of the running model holds after the reload."""
+    """Return one value for a renewed function: `mine` is the running model's value, and `made` is the second model's.
+
+    The result is `made` if `made` refers to no layer. Otherwise it is `mine` or, for a function, the renewed function.
+    """
     if not _has_layer(made):
         return made
     return _renewed(place, mine, made) if _is_function(made) else mine

@@ -14,7 +14,7 @@ from runner.engines.vllm.worker import parent_watch
 __all__ = ["ENTRY_POINT", "patch_spin_wait", "patch_waiting_processes"]
 
 ENTRY_POINT = "deltarunner_spin_wait"
-"""Entry point of `patch_waiting_processes`."""
+"""Name of the entry point through which vLLM calls `patch_waiting_processes`."""
 
 _MAX_WAIT_MS = 5  # maximum delay of a step after a lost message
 
