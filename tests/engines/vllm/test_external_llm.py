@@ -350,7 +350,7 @@ def test_unsupported_use_is_refused_before_an_episode() -> None:
     with pytest.raises(BadOption, match=r"returns at most 5; start it with max_logprobs=6"):
         engine.check_sampling(replace(Sampling.defaults(), logprobs=6))
     constraint = Constraint(ConstraintKind.REGEX, "a+")
-    with pytest.raises(BadOption, match="masks write past the end of a vocabulary that is not a multiple of 32"):
+    with pytest.raises(BadOption, match="masks write past the end of a vocabulary whose size is not a multiple of 32"):
         engine.check_constraint(constraint)
     VllmEngine.over(stand_in(ids=64)).check_constraint(constraint)
     VllmEngine.over(stand_in(device="cuda")).check_constraint(constraint)
