@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,16 +64,21 @@ async def test_other_action_spaces_are_parsed_by_a_function() -> None:
 
 @real
 async def test_all_games_that_were_made_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gymnasium
-
-    made, closed = [], []
-    make = gymnasium.make
+    gymnasium = importlib.import_module("gymnasium")
+    make: Callable[..., Any] = gymnasium.make
+    made: list[Any] = []
+    closed: list[Any] = []
 
     def watched(*arguments: Any, **options: Any) -> Any:
         game = make(*arguments, **options)
         close = game.close
+
+        def watched_close() -> None:
+            closed.append(game)
+            close()
+
         made.append(game)
-        game.close = lambda: (closed.append(game), close())
+        game.close = watched_close
         return game
 
     monkeypatch.setattr(gymnasium, "make", watched)
