@@ -232,7 +232,10 @@ def changed(**fields: Any) -> dict[str, Any]:
             changed(input_ids=array([[97, -100, 99], [97, 98, 0]])),
             "row 0: -100 at position 1 is not an id of the engine's",
         ),
-        (changed(input_ids=array([[1, 2, 3], [1, 2, 0]], dtype="uint8")), "holds uint8, which cannot hold .* 259 ids"),
+        (
+            changed(input_ids=array([[1, 2, 3], [1, 2, 0]], dtype="uint8")),
+            "the type uint8, which cannot hold .* 259 ids",
+        ),
         (changed(input_ids=array([[1, 2, 3], [1, 2, 0]], dtype="float32")), "input_ids holds float32: give integers"),
         (changed(stop_strings=[["a"]]), "stop_strings = .* for each of the 2 rows"),
         (changed(stop_strings="ab"), "stop_strings = 'ab': give a list"),

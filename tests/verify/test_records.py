@@ -281,7 +281,7 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
     "another outcome with its limit": (
         sql("UPDATE episodes SET outcome = 'turn_limit', limit_name = 'turns' WHERE id = 't0#0'"),
         "episodes",
-        "other outcomes completed",
+        "another value for 'outcomes completed'",
     ),
     "an outcome of one agent": (
         of_one("outcome = 'turn_limit', limit_name = 'turns'"),
@@ -341,14 +341,14 @@ TAMPERINGS: dict[str, tuple[Change, str, str]] = {
         "only the last segment",
     ),
     # whole episodes
-    "an episode is gone": (delete("id = 't0#0'"), "episodes", "other episodes"),
-    "an agent is gone": (delete("id = 't0#0' AND agent = 'critic'"), "episodes", "other turns"),
+    "an episode is gone": (delete("id = 't0#0'"), "episodes", "another value for 'episodes'"),
+    "an agent is gone": (delete("id = 't0#0' AND agent = 'critic'"), "episodes", "another value for 'turns'"),
     "a task's episodes are gone": (
         incomplete(delete("task_id = 't0'")),
         "episodes",
         "the file has none of its episodes",
     ),
-    "a task is gone": (delete("task_id = 't0'", tasks=True), "episodes", "other episodes"),
+    "a task is gone": (delete("task_id = 't0'", tasks=True), "episodes", "another value for 'episodes'"),
     "the row of an episode is gone": (
         incomplete(sql(f"DELETE FROM episodes WHERE key = {KEY}")),
         "episodes",

@@ -102,7 +102,7 @@ def check_constraint(llm: Any, constraint: Constraint) -> None:
     if _bare_on_cpu(llm) and config.model_config.get_vocab_size() % WORD_BITS:
         raise BadOption(
             f"a turn under a grammar ({constraint.kind.value}): on a CPU, masks write past the end of a vocabulary "
-            f"that is not a multiple of {WORD_BITS}; start the AsyncLLM with {_EXTENSION}."
+            f"whose size is not a multiple of {WORD_BITS}; start the AsyncLLM with {_EXTENSION}."
         )
 
 

@@ -106,7 +106,10 @@ async def test_empty_stream_is_refused_as_ended_without_a_finish() -> None:
 
 @pytest.mark.parametrize(
     ("top", "message"),
-    [(None, "the most likely ids of 0 positions of 2"), ([{72: -0.5}, {STOP: -0.5}], "gave 1 of the most likely ids")],
+    [
+        (None, "the most likely ids of 0 positions of 2"),
+        ([{72: -0.5}, {STOP: -0.5}], "gave 1 most likely id for a position: give 2"),
+    ],
     ids=["none", "too few"],
 )
 async def test_missing_most_likely_ids_are_refused(top: Any, message: str) -> None:
