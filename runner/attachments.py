@@ -33,7 +33,7 @@ MAX_NAME_CHARS: Final = 200
 
 
 class AttachmentKind(enum.StrEnum):
-    """The kinds of attachments."""
+    """The form of an attachment's content."""
 
     TEXT = "text"
     """Text in UTF-8; unpaired surrogates are kept."""

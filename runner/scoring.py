@@ -38,7 +38,7 @@ class Scorer:
     name: str
     """The method's name, under which its score is recorded."""
     kind: ScorerKind
-    """The kind of scorer."""
+    """The use of the score: as a reward, a metric or a group reward."""
     weight: float = 1.0
     """The factor in the weighted sum; not used for a metric."""
 

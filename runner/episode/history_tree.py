@@ -390,7 +390,7 @@ class HistoryTree:
         return None if changed is None else replace(ours, size=message.size, tolerated=message.tolerated | changed)
 
     def _gathered(self, messages: Sequence[ReadMessage], match: HistoryMatch) -> list[ReadMessage]:
-        """Join the calls of one turn that came as several messages with results in between."""
+        """Join the assistant messages that belong to one turn, if results of its calls are between them."""
         gathered: list[ReadMessage] = []
         last: int | None = None  # position of the last assistant message, since its turn may have further calls
         for message in messages:

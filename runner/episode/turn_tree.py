@@ -40,7 +40,7 @@ class TurnNode:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages up to this turn, with its own."""
+        """The messages of the segment before the turn's message, followed by that message."""
         return [*self.segment.messages[: self.start], self.reply]
 
     @property

@@ -104,9 +104,9 @@ class GenerationOutputSpec(TypedDict):
     A row without room for a single id is empty, and not truncated.
     """
     finish_reasons: list[str]
-    """The reason why each row ended: "stop", "length", "context" or "repetition". This key is ours, not NeMo RL's."""
+    """The reason why each row ended: "stop", "length", "context" or "repetition". NeMo RL does not have this key."""
     weight_versions: list[list[VersionSpan]]
-    """For each row the weights that sampled its ids, as spans of `output_ids`. This key is ours."""
+    """For each row the weights that sampled its ids, as spans of `output_ids`. NeMo RL does not have this key."""
 
 
 class TextDatumSpec(TypedDict):

@@ -200,7 +200,10 @@ class HarmonyStream(StateReader):
         return self._after(written + rest, _END.match(written, at))
 
     def _after(self, text: str, mark: re.Match[str] | None) -> str:
-        """Begin the next message. Return the text after `mark`, which ended the previous message; "" if it is None."""
+        """Begin the next message, and return the text after `mark`, or "" if `mark` is None.
+
+        `mark` is the token that ended the previous message.
+        """
         self._state = self._before
         self._role = mark is not None and mark[0] == START
         return "" if mark is None else text[mark.end() :]

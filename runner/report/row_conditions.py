@@ -1,4 +1,4 @@
-"""Selection, order and means of a run file's episodes by fields, and thresholds of results, for the terminal."""
+"""Functions that select, sort and average the episodes of a run file by fields, and compare results with thresholds."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class SamplingMasks:
         return masks
 
     def extend(self, other: SamplingMasks) -> None:
-        """Append the positions of other masks."""
+        """Append the positions of `other`."""
         self.counts.extend(other.counts)
         self.ids.extend(other.ids)
 

@@ -42,7 +42,7 @@ def tool_of(index: int, schema: Any) -> Tool:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         kind = schema.get("type") if isinstance(schema, Mapping) else type(schema).__name__
         raise BadOption(
-            f"tool {index} is of type {kind!r}: only functions can be called, as "
+            f"tool {index} (of type {kind!r}) is not a function with a name: give "
             f'{{"type": "function", "function": {{"name": ..., "description": ..., "parameters": ...}}}}.'
         )
     for name, kind, wanted in (("parameters", Mapping, "a JSON schema"), ("description", str, "a string")):

@@ -212,7 +212,8 @@ class SchemaShapes:
     def _product(self, one: Sequence[ValueShape], other: Sequence[ValueShape], keyword: str) -> tuple[ValueShape, ...]:
         """Return the intersection of two sets of shapes.
 
-        If it has too many shapes, return the shapes of `one`, with the keyword unexpressed.
+        If the intersection has too many shapes, return the shapes of `one` whose kind occurs in it. They are marked as
+        not expressing `keyword`.
         """
         if other is ALL or one is ALL:
             return tuple(one if other is ALL else other)

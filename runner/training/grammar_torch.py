@@ -47,9 +47,9 @@ def apply_bitmask(logits: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any
 
 
 def masked_logprobs(logits: Any, targets: Any, masks: TokenMasks, temperature: Any = 1.0) -> Any:
-    """Return the log-probability of each id among the allowed ones.
+    """Return the log-probability of each id in `targets`, normalised over the ids that its mask allows.
 
-    If a mask allows few ids, only their columns are read.
+    For positions whose masks allow few ids, only the logits of ids that one of these masks allows are read.
 
     Args:
         logits: the logits that predict the ids, shape [n, vocabulary], any floating type.

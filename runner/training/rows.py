@@ -31,7 +31,7 @@ class TrainingRow:
     loss_mask: NDArray[np.bool_]
     """True if the id was sampled in this segment and is trained, shape [length], bool.
 
-    It is False for the first id, since nothing before it predicts it.
+    The first value is False, since the model predicts each id from the ids before it.
     """
     logprobs: NDArray[np.float32]
     """Log-probability with which the engine sampled each id, in nats, shape [length], float32.

@@ -105,7 +105,7 @@ class TensorVerdict(enum.StrEnum):
     UNSEEN = "unseen"
     """The change of the log-probabilities is smaller than the usual difference between engine and transformers."""
     REFUSED = "refused"
-    """The engine refuses an update in this way; `reason` has the cause."""
+    """The engine refused the update; `reason` has the cause."""
 
 
 @dataclass(frozen=True, slots=True)

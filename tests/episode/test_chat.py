@@ -271,7 +271,7 @@ async def test_the_same_tools_in_another_order_are_shown_as_they_were() -> None:
         ([{"role": "user"}, {"role": "robot", "content": "x"}], [], "message 1: a message's role is"),
         ([user("x"), {"role": "tool", "tool_call_id": "c", "content": "y"}], [], "answers no call"),
         ([user("x"), {"role": "assistant", "content": "y"}], [], "message 1, the last one, is an assistant message"),
-        ([user("x")], [{"type": "web_search"}], "tool 0 is of type 'web_search': only functions"),
+        ([user("x")], [{"type": "web_search"}], r"tool 0 \(of type 'web_search'\) is not a function with a name"),
         ([user("x")], [RUN, RUN], "two tools are named 'run'"),
         (user("x"), [], "expected a list of messages"),
     ],

@@ -47,7 +47,7 @@ class RateLimiter:
         """Wait until a request may be sent.
 
         Returns:
-            The argument `sent` for a later call of `overloaded`.
+            The number of times that the limit was halved. Pass it to `overloaded` as `sent`.
         """
         # The wait is a loop, since another response may have extended the pause.
         while (seconds := self._closed_until - anyio.current_time()) > 0:  # noqa: ASYNC110  # no event marks the end

@@ -285,7 +285,11 @@ class ChatServer:
 
 
 def _message(error: openai.APIError) -> str:
-    """Return the message in the body of an error. Without one, return the HTTP reason or the client's text."""
+    """Return the message in the body of an error.
+
+    If the body has no message, return the message of the `openai` client. If there is no body, return the HTTP reason
+    phrase, or the client's message if that is missing too.
+    """
     body = error.body
     message = body.get("message") if isinstance(body, Mapping) else body
     if isinstance(message, str) and message.strip():

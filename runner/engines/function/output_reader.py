@@ -148,7 +148,7 @@ class OutputReader:
     def _experts(self, given: Any) -> RoutedExperts | None:
         if given is None:
             return None
-        import numpy as np  # imported here, since most functions return no such data
+        import numpy as np  # NumPy is imported only here, since most functions return no routed experts
 
         positions = len(self._sampling.request.prompt) + self.count - 1
         try:

@@ -61,7 +61,8 @@ class RemoteRuntime(HttpRuntime[RemoteServer], ModelRuntime[RemoteRequest]):
         stream_interval: int,
     ) -> None:
         super().__init__(gate, adapters, context=context, version=version)
-        self.progress = None  # None, since a single request can hang while others continue
+        # `Progress` restarts the clocks of all turns together, but here one request can hang while others continue.
+        self.progress = None
         self.dtype = ""  # a server does not report its dtype
         self.server = server
         self.dialect = dialect

@@ -103,7 +103,8 @@ def equal_in_folder(folder: WeightFolder, one: str, other: str) -> bool:
 def equal_in_source(source: Any, one: str, other: str) -> bool:
     """Return whether two tensors of vLLM's `WeightSource` have equal values. Blocks the thread.
 
-    The result is False in a trainer of several processes, since its source can be read only in all of them at once.
+    If the trainer has several processes, a source can be read only in all processes at once. The tensors are then not
+    compared, and the result is False.
     """
     import torch.distributed as several
 

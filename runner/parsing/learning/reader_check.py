@@ -24,7 +24,7 @@ TWO: Final = (ONE, ProbeCall("refresh", {"hard": True}))
 
 @dataclass(frozen=True, slots=True)
 class ReaderCheck:
-    """Result of the check of a reader."""
+    """The cases that a reader misread in a check against a template, and its limitations."""
 
     cases: int
     """Number of checked cases."""

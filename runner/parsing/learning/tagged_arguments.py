@@ -86,7 +86,7 @@ class TaggedLearner:
         return CallSpan(at, end, (Slot.NAME, Slot.ARGUMENTS), text[arguments:end], text[:arguments], None)
 
     def ended(self, close: str, between: str | None) -> tuple[TaggedArguments, str, str | None]:
-        """Return the arguments, and `close` and `between` without the tail of the arguments at their start.
+        """Return the arguments, `close` and `between`. Both texts no longer begin with the tail of the arguments.
 
         Raises:
             UnlearnableFormat: `close` or `between` does not begin with the tail.

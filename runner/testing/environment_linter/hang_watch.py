@@ -26,8 +26,9 @@ END_SECONDS: Final = 300.0
 """Time without progress after which the process ends if no episode is in flight, as in `lifespan()` or `tasks()`."""
 
 PLAYING_SECONDS: Final = 60.0
-"""Time without progress after which the process ends during episodes. The limits of episodes are shorter, so only code
-that swallows cancellations reaches it.
+"""Time without progress after which the process ends while episodes are in flight.
+
+The time limits of episodes and hooks are shorter, so only code that does not end when it is cancelled takes this long.
 """
 
 BLOCKED_SECONDS: Final = 30.0
