@@ -25,12 +25,11 @@ __all__ = [
     "read_folder",
 ]
 
-# Pairs of a pattern for weight files and the name of their index, which lists the files in use. The first pair with a
-# file is used, as in vLLM.
-_LAYOUTS = (
-    ("consolidated*.safetensors", "consolidated.safetensors.index.json"),
-    ("*.safetensors", "model.safetensors.index.json"),
-)
+MISTRAL_FILES: Final = "consolidated*.safetensors"
+"""Pattern of weight files in Mistral's own format, with other names of tensors than transformers uses."""
+INDEX: Final = "model.safetensors.index.json"
+"""File that lists the weight files in use, and the file of each tensor."""
+_MISTRAL_INDEX: Final = "consolidated.safetensors.index.json"
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -140,8 +139,12 @@ class WeightTransfer:
         return (self.update,) if isinstance(self.update, Mapping) else tuple(self.update)
 
 
-def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
+def read_folder(folder: str | os.PathLike[str], *, mistral_names: bool = False) -> WeightFolder:
     """Read the tensor forms of a folder of safetensors, from the headers only. Blocks the thread.
+
+    Args:
+        folder: the folder.
+        mistral_names: True to read the copy in Mistral's format, if the folder contains the weights in both formats.
 
     Raises:
         BadWeights: the folder does not exist or has no safetensors; a file is missing, truncated or damaged; or a
@@ -152,7 +155,7 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
         if path.is_file():
             raise BadWeights(f"the weights {str(folder)!r} are a file: give the folder that holds it.")
         raise BadWeights(f"the folder of weights {str(folder)!r} does not exist: give an existing folder.")
-    files, index = _files(path)
+    files, index = _files(path, mistral_names=mistral_names)
     forms: dict[str, TensorForm] = {}
     for file in files:
         for name, form in _read_header(file).items():
@@ -169,14 +172,18 @@ def read_folder(folder: str | os.PathLike[str]) -> WeightFolder:
     return WeightFolder(path, files, forms)
 
 
-def _files(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
+def _files(folder: Path, *, mistral_names: bool) -> tuple[tuple[Path, ...], Mapping[str, str]]:
     """Return the files in use, and the file of each tensor by the index; an empty mapping without an index.
 
     Raises:
         BadWeights: the folder has no weights, or a file of the index is missing.
     """
-    for pattern, index_name in _LAYOUTS:
-        found = sorted(folder.glob(pattern))
+    of_mistral = set(folder.glob(MISTRAL_FILES))
+    layouts = [(set(folder.glob("*.safetensors")) - of_mistral, INDEX), (of_mistral, _MISTRAL_INDEX)]
+    if mistral_names:
+        layouts.reverse()
+    layouts.sort(key=lambda layout: not layout[0])  # an index without any of its files was only downloaded with others
+    for found, index_name in layouts:
         index = _read_index(folder / index_name)
         for name, file in index.items():
             if not (folder / file).is_file():
@@ -186,7 +193,7 @@ def _files(folder: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
         if index:
             return tuple(folder / file for file in sorted(set(index.values()))), index
         if found:
-            return tuple(found), {}
+            return tuple(sorted(found)), {}
     others = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
     raise BadWeights(
         f"{folder} holds no *.safetensors"

@@ -72,7 +72,12 @@ class VllmSettings:
 
 
 def choose_settings(
-    given: Mapping[str, Any], *, cpu: bool, known: frozenset[str], dtype: str | None = None
+    given: Mapping[str, Any],
+    *,
+    cpu: bool,
+    known: frozenset[str],
+    dtype: str | None = None,
+    load_format: str | None = None,
 ) -> VllmSettings:
     """Combine the user's arguments with our defaults.
 
@@ -81,6 +86,7 @@ def choose_settings(
         cpu: True if vLLM computes on CPU cores.
         known: names of this vLLM's engine arguments.
         dtype: dtype to use if `given` has none; None to let vLLM choose it.
+        load_format: format of the weight files, used and chosen in the same way.
 
     Raises:
         BadOption: vLLM does not have an argument, or the engine sets it itself.
@@ -99,6 +105,8 @@ def choose_settings(
     if dtype is not None and not gives_dtype(given):
         given = {name: value for name, value in given.items() if name != "dtype"}
         ours["dtype"] = dtype
+    if load_format is not None:
+        ours["load_format"] = load_format
     if given.get("reasoning_parser"):  # vLLM puts the reasoning parser into the same argument
         ours.pop("structured_outputs_config")
     chosen = {name: value for name, value in ours.items() if name not in given and name in known}

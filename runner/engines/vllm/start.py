@@ -29,6 +29,7 @@ import anyio.to_thread
 from runner.concurrency.threads import Job, WorkerThread
 from runner.engines.vllm.cleanup_process import FOLDER, CleanupProcess, release, shared_memory_of
 from runner.engines.vllm.dtypes import choose_dtype, gives_dtype, is_fast, machine_memory
+from runner.engines.vllm.mistral_format import chosen_load_format
 from runner.engines.vllm.parallel import ParallelSizes, check_machine
 from runner.engines.vllm.scheduler_stats import SchedulerStats
 from runner.engines.vllm.settings import VllmSettings, choose_settings
@@ -307,7 +308,8 @@ class VllmProcess:
         cpu = current_platform.is_cpu()
         devices = len(os.sched_getaffinity(0)) if cpu else current_platform.device_count()
         check_machine(self.given, cpu=cpu, devices=devices)
-        self.settings = choose_settings(self.given, cpu=cpu, known=known, dtype=self._dtype(cpu=cpu))
+        dtype, load_format = self._dtype(cpu=cpu), chosen_load_format(self.model.folder)
+        self.settings = choose_settings(self.given, cpu=cpu, known=known, dtype=dtype, load_format=load_format)
         try:
             return AsyncEngineArgs(model=self.model.location, **self.settings.arguments)
         except (TypeError, ValueError) as error:

@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 
 from runner.engines.transfers import RelayedTransfer
+from runner.engines.vllm.mistral_format import needs_mistral_names, require_own_reload
 from runner.engines.vllm.shared_weights import SharedWeights, form_of
 from runner.engines.vllm.tied_weights import compare_tied, equal_in_folder, equal_in_memory
 from runner.engines.vllm.trainer_endpoint import worker_error
@@ -65,6 +66,7 @@ class VllmWeights:
         self._name = name
         self._checkpoint: Checkpoint | BadWeights | None = None
         self._signature: tuple[tuple[str, int, int], ...] = ()
+        self._mistral_names = False
         self._transfers = VllmTransfers(llm)
 
     async def prepare(self) -> None:
@@ -182,7 +184,9 @@ class VllmWeights:
 
     def _read_checkpoint(self) -> Checkpoint | BadWeights:
         try:
-            folder = read_folder(_model_folder(self._llm.vllm_config))
+            path = _model_folder(self._llm.vllm_config)
+            self._mistral_names = needs_mistral_names(self._llm.vllm_config, path)
+            folder = read_folder(path, mistral_names=self._mistral_names)
             self._signature = _signature(folder.folder)
         except (BadWeights, OSError, ValueError) as error:  # the Hugging Face hub raises the last two
             return BadWeights(
@@ -194,7 +198,9 @@ class VllmWeights:
         return Checkpoint(self._name, folder.forms, tied=bool(tied))
 
     def _check_folder(self, given: str | os.PathLike[str], model: Checkpoint) -> CheckedWeights:
-        found: WeightFolder = read_folder(given)
+        found: WeightFolder = read_folder(given, mistral_names=self._mistral_names)
+        if not self.extended:
+            require_own_reload(self._llm.vllm_config, found)
         compare_with_checkpoint(
             found.forms,
             model,
