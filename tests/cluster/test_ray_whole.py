@@ -18,6 +18,7 @@ from runner import EngineDead, EngineError, Outcome, RayEngine, RayEngines, Run,
 from tests.cluster.ray_cluster import Standing, family, require_ray, send, standing, until_gone
 from tests.cluster.ray_games import GROUP_SIZE, Crowd, Hangs, Poison, Reads, Slow, crowd, drinks
 from tests.cluster.test_ray import ANNOUNCED, WATCHDOG_SECONDS, announcing, played
+from tests.playing import until
 from tests.sweeps import random_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ray, pytest.mark.whole]
@@ -38,6 +39,8 @@ async def test_late_machine_that_dies_at_a_random_moment_loses_nothing(small_clu
             await anyio.sleep(moment.uniform(0, 0.3))
             await anyio.to_thread.run_sync(small_cluster.tell, "kill")
             got += [trajectory async for trajectory in run]
+            # All episodes may have ended before the machine died, so that Ray reports its loss only after the run.
+            await until(lambda: any("is lost" in event for event in engine.events))
     assert len([event for event in engine.events if "is lost" in event]) == 1
     assert {trajectory.outcome for trajectory in got} == {Outcome.COMPLETED}
     assert len({trajectory.id for trajectory in got}) == len(got) == 40
