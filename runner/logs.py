@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["LEVELS", "log_to_file", "logger_for", "warn_always"]
+from runner.errors import BadOption
+
+__all__ = ["LEVELS", "check_level", "log_to_file", "logger_for", "warn_always"]
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 """The names of the levels that `--log-level` takes, the most verbose first."""
@@ -54,18 +56,33 @@ def _escape_surrogates(record: logging.LogRecord) -> bool:
     return True
 
 
+def check_level(level: str | None) -> None:
+    """Check the value of the option `--log-level`.
+
+    Raises:
+        BadOption: the level is unknown.
+    """
+    if level is not None and level not in LEVELS:
+        raise BadOption(f"--log-level {level}: give {', '.join(LEVELS[:-1])} or {LEVELS[-1]}.")
+
+
 @contextmanager
 def log_to_file(path: Path, level: str | None, *, secrets: Collection[str] = ()) -> Iterator[None]:
     """Append records to a file while the block lasts.
 
     Args:
-        path: the log file, in a folder that exists.
+        path: the log file; its folder is created.
         level: the least severe level that is written, one of `LEVELS`; None writes nothing.
         secrets: texts that are written as ***.
+
+    Raises:
+        BadOption: the level is unknown.
     """
+    check_level(level)
     if level is None:
         yield
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=True)
     handler.setFormatter(_SecretFormatter(secrets))
     previous = _ROOT.level

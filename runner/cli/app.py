@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from runner.cli.settings import (
     ENVIRONMENT,
     JSON,
+    LOG_LEVEL,
     PRICES,
     SERVED,
     SETTINGS,
@@ -378,12 +379,13 @@ def verify_trace(
     engine_option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of vLLM's engine (dtype=bfloat16).")
     ] = None,
+    log_level: Annotated[str | None, LOG_LEVEL] = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
     """Check whether the ids of traces of other libraries are the ids that the model saw. Exit code 7 if not."""
     from runner.cli.verify_trace import ScoreOptions, verify_trace_command
 
-    given = ScoreOptions(tuple(engine_option or ()), tuple(sampling or ()), tolerance)
+    given = ScoreOptions(tuple(engine_option or ()), tuple(sampling or ()), tolerance, log_level)
     options = tuple(template_option or ())
     return verify_trace_command(
         file, model=model, template=template, options=options, now=now, score=score, score_options=given, as_json=json
@@ -424,13 +426,19 @@ def check_weights(
     engine_option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of vLLM's engine (dtype=bfloat16).")
     ] = None,
+    log_level: Annotated[str | None, LOG_LEVEL] = None,
     json: Annotated[bool, JSON] = False,
 ) -> int:
     """Update each kind of tensor, and compare vLLM with transformers. Exit code 7 if one is wrong or none is right."""
     from runner.cli.check_weights import check_weights_command
 
     return check_weights_command(
-        model, tiny=tiny, ways=tuple(way or ()), options=tuple(engine_option or ()), as_json=json
+        model,
+        tiny=tiny,
+        ways=tuple(way or ()),
+        options=tuple(engine_option or ()),
+        as_json=json,
+        log_level=log_level,
     )
 
 

@@ -17,6 +17,7 @@ from runner.cli.name_values import parse_values
 from runner.cli.quiet_output import quiet_output
 from runner.cli.report import make_console
 from runner.errors import BadOption
+from runner.logs import log_to_file
 from runner.training.weight_check import CheckedTensor, TensorVerdict, Way, WeightReport, check_weights_async
 
 __all__ = ["WRONG_WEIGHTS_CODE", "check_weights_command"]
@@ -32,20 +33,22 @@ _STYLES = {
 }
 
 
-def check_weights_command(model: str, *, tiny: bool, ways: Sequence[str], options: Sequence[str], as_json: bool) -> int:
+def check_weights_command(
+    model: str, *, tiny: bool, ways: Sequence[str], options: Sequence[str], as_json: bool, log_level: str | None = None
+) -> int:
     """Check the weights of a model, and print a row for each kind of tensor and way of updating.
 
     Returns:
         `WRONG_WEIGHTS_CODE` if a row is wrong, no row is right, or the check ended early; else 0.
 
     Raises:
-        BadOption: one of `ways` or `options` is invalid.
+        BadOption: one of `ways` or `options`, or `log_level`, is invalid.
     """
     wrong = [way for way in ways if way not in list(Way)]
     if wrong:
         raise BadOption(f"--way {wrong[0]}: give one of {', '.join(Way)}.")
     arguments = parse_values(options, "--engine-option")
-    with quiet_output(LOG) as terminal:
+    with log_to_file(LOG, log_level), quiet_output(LOG) as terminal:
         terminal.stderr.write(f"log   {LOG} (what vLLM and transformers print)\nstarting the engine\n")
 
         def show_progress(row: CheckedTensor) -> None:

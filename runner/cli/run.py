@@ -33,7 +33,7 @@ from runner.environment.task_feed import Tasks, environment_tasks
 from runner.environment.task_selection import check_ahead, find_selected, select
 from runner.errors import BadOption, DeltarunnerError, TooManyFailures
 from runner.interop.mixture import Mixture
-from runner.logs import LEVELS, log_to_file
+from runner.logs import check_level, log_to_file
 from runner.options import Concurrency, Sampling
 from runner.quantities import counted
 from runner.report.row_conditions import check_threshold_names, require_thresholds
@@ -131,9 +131,8 @@ def play_plan(
     settings: RunSettings, make_plan: Callable[[], RunPlan], on_start: Callable[[ConsoleRun], None] | None = None
 ) -> int:
     """Play a plan and return the exit code; `on_start` is called before anything is played."""
-    if settings.log_level is not None and settings.log_level not in LEVELS:
-        raise BadOption(f"--log-level {settings.log_level}: give {', '.join(LEVELS[:-1])} or {LEVELS[-1]}.")
-    log = _log_path(settings)
+    check_level(settings.log_level)
+    log = log_path(settings)
     shown: ConsoleRun | None = None
     try:
         with naming_slow_code(), redirect_stdout(sys.stderr) if settings.json else nullcontext():
@@ -150,7 +149,7 @@ def play_plan(
     return code
 
 
-def _log_path(settings: RunSettings) -> Path:
+def log_path(settings: RunSettings) -> Path:
     """The path of the run's log. It has no number, since the run file gets its number later, with its header."""
     name = settings.file or FOLDER / f"{short_name(settings.environment_name)}.db"
     return name.with_name(f"{name.stem}.log") if name.name else Path(".log")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from runner.cli.name_values import parse_pairs
-from runner.cli.run import RunPlan, play_plan, real_engine, run_options
+from runner.cli.run import RunPlan, log_path, play_plan, real_engine, run_options
 from runner.cli.settings import RunSettings, ServeSettings
 from runner.endpoint.client_config import Address, flags, pointers
 from runner.endpoint.endpoint import Endpoint
@@ -20,6 +21,7 @@ from runner.environment.checks import check_playable
 from runner.environment.loading import construct, find_environment
 from runner.environment.open_episodes import OpenEpisodes
 from runner.errors import BadOption
+from runner.logs import check_level, log_to_file
 
 __all__ = ["serve_command"]
 
@@ -81,6 +83,7 @@ def serve_trainer(settings: ServeSettings, make_engine: Callable[[RunSettings], 
         raise BadOption("serve --as verifiers: give an environment (`deltarunner list`).")
     if settings.file is not None:
         raise BadOption(f"--file {settings.file}: the trainer keeps the traces; leave this option out.")
+    check_level(settings.log_level)
     environment = construct(find_environment(settings.environment), parse_pairs(settings.settings, "--set"))
     check_playable(environment)
     given = run_options(settings)
@@ -99,7 +102,10 @@ def serve_trainer(settings: ServeSettings, make_engine: Callable[[RunSettings], 
             print(f"serving {settings.environment} to verifiers at {server.address}; Ctrl-C ends it", flush=True)
             await server.serve()
 
-    with suppress(KeyboardInterrupt):
+    log, secrets = log_path(settings), [key for key in (settings.api_key, settings.server_key) if key]
+    if settings.log_level is not None:
+        print(f"log   {log}", file=sys.stderr)
+    with suppress(KeyboardInterrupt), log_to_file(log, settings.log_level, secrets=secrets):
         asyncio.run(play())
     return 0
 

@@ -68,6 +68,9 @@ TOOL_FORMAT = typer.Option(
     help="Parse tool calls with a parser of vLLM; the default parser is learnt from the template and rarely worse.",
 )
 PRICES = typer.Option(metavar="FILE.toml", help="Prices of a million tokens of each model: show the cost.")
+LOG_LEVEL = typer.Option(
+    metavar="|".join(LEVELS), help="Write deltarunner's log records of at least this level to the log."
+)
 JSON = typer.Option("--json", help="Print one line of JSON on stdout, everything else on stderr.")
 
 
@@ -300,12 +303,7 @@ class RunSettings:
     verbose: Annotated[bool, typer.Option("--verbose", help="Longer summary: how prompts were built, and times.")] = (
         False
     )
-    log_level: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(LEVELS), help="Write deltarunner's log records of at least this level to the log."
-        ),
-    ] = None
+    log_level: Annotated[str | None, LOG_LEVEL] = None
     debug: Annotated[bool, typer.Option("--debug", help="No time limits, one episode at a time, for breakpoint().")] = (
         False
     )

@@ -19,6 +19,7 @@ from runner.cli.name_values import parse_values
 from runner.cli.quiet_output import quiet_output
 from runner.cli.report import make_console
 from runner.errors import BadOption, DeltarunnerError, RunFileError
+from runner.logs import check_level, log_to_file
 from runner.models import load_language, resolve_model
 from runner.options import Sampling
 from runner.quantities import counted
@@ -47,6 +48,8 @@ class ScoreOptions:
     """Fields of `Sampling`, as NAME=VALUE."""
     tolerance: float | None = None
     """Allowed difference of the log-probability of an id, in nats; None for the default."""
+    log_level: str | None = None
+    """The least severe level of records that are written to the log; None writes none."""
 
 
 @dataclass(slots=True)
@@ -106,7 +109,10 @@ def verify_trace_command(
     """
     given = score_options or ScoreOptions()
     if not score and given != ScoreOptions():
-        raise BadOption("--engine-option, --sampling and --tolerance are used only with --score: add --score.")
+        raise BadOption(
+            "--engine-option, --sampling, --tolerance and --log-level are used only with --score: add --score."
+        )
+    check_level(given.log_level)
     totals, traces = _Totals(), list[Trace]()
     try:
         variables = parse_values(options, "--template-option")
@@ -160,7 +166,7 @@ def _score(totals: _Totals, traces: Sequence[Trace], model: str, template: str |
                 totals.scores.add(report)
                 totals.scored += [(trace.where, finding) for finding in report.findings]
 
-    with quiet_output(LOG) as terminal:
+    with log_to_file(LOG, given.log_level), quiet_output(LOG) as terminal:
         terminal.stderr.write(f"log   {LOG} (what vLLM prints)\nstarting the engine\n")
         anyio.run(run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 
 from runner import BadOption, Limits, Outcome, Run, Sampling, StorageFailed, TooManyFailures, group_reward
+from runner.cli.check_weights import check_weights_command
 from runner.cli.run import run_command
-from runner.cli.settings import SERVED, RunSettings
+from runner.cli.serve import serve_trainer
+from runner.cli.settings import SERVED, RunSettings, ServeSettings
+from runner.cli.verify_trace import ScoreOptions, verify_trace_command
 from runner.logs import LEVELS, log_to_file, logger_for
 from runner.testing import Fault, ScriptedEngine
 from tests.playing import Plain, play_all, recording, tasks, until_end
@@ -287,6 +291,29 @@ def test_log_level_of_another_name_is_refused(folder: Path) -> None:
 
 def test_serve_has_log_level_too() -> None:
     assert "log_level" in SERVED
+
+
+def test_every_command_with_an_engine_refuses_an_unknown_level(folder: Path) -> None:
+    wrong = {"log_level": "loud"}
+    for refused in (
+        lambda: serve_trainer(ServeSettings(environment="logged_greeting.py:Greeting", protocol="verifiers", **wrong)),
+        lambda: check_weights_command("no-model", tiny=True, ways=(), options=(), as_json=False, **wrong),
+        lambda: verify_trace_command(folder / "a.json", model="m", score=True, score_options=ScoreOptions(**wrong)),
+    ):
+        with pytest.raises(BadOption, match="--log-level loud: give debug, info, warning or error"):
+            refused()
+    assert not (folder / "runs").exists()
+
+
+def test_server_for_verifiers_writes_its_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def log_and_leave(coroutine: Any) -> None:
+        coroutine.close()
+        logger_for("trainers").info("a client of verifiers")
+
+    monkeypatch.setattr(asyncio, "run", log_and_leave)
+    settings = ServeSettings(environment="logged_greeting.py:Greeting", protocol="verifiers", log_level="info")
+    assert serve_trainer(settings) == 0
+    assert "INFO deltarunner.trainers: a client of verifiers" in (folder / "runs" / "Greeting.log").read_text()
 
 
 def test_log_that_cannot_be_written_is_refused(folder: Path) -> None:
