@@ -93,7 +93,7 @@ screenshots: setup
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-release: setup
+release: check
 	@rm -rf dist
 	@$(BIN)/python -m build --outdir dist
 	@$(BIN)/twine check --strict dist/*

@@ -127,9 +127,6 @@ BUDGET: Final[dict[str, tuple[int, ...]]] = {
 WORD_LISTS: Final = frozenset({"tests/old_names.py", "tests/plain_english.py"})
 """Modules of this check, whose strings are the avoided words."""
 
-ALLOWED_TWICE: Final = frozenset({"Verdict"})
-"""Class names that may occur twice: both are public, in `runner` and in `runner.training`."""
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -347,7 +344,7 @@ def repeated_classes(folder: Path) -> list[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
     )
-    return sorted(name for name, count in names.items() if count > 1 and name not in ALLOWED_TWICE)
+    return sorted(name for name, count in names.items() if count > 1)
 
 
 def part_of(path: Path) -> str:

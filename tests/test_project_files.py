@@ -115,6 +115,7 @@ def test_workflow_restores_the_environment_of_the_same_versions(name: str) -> No
     workflow = (WORKFLOWS / name).read_text(encoding="utf-8")
     cache = workflow.partition("      - uses: actions/cache@")[2].partition("      - ")[0]
     assert "          path: .venv\n" in cache
+    assert "-${{ steps.python.outputs.python-version }}-" in cache, "the whole version: .venv links to this Python"
     assert "hashFiles('pyproject.toml', 'constraints.txt', '.ci/setup')" in cache
 
 

@@ -147,6 +147,23 @@ def test_engines_for_two_devices_are_refused_by_any_stage(stage: str, project: P
     assert project.done.returncode != 0
 
 
+def test_environment_of_a_removed_python_is_made_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.setup("cpu", "run")
+    python = project.folder / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to(project.folder / "removed" / "python3.11")
+    (project.folder / "interpreter").write_text(PYTHON)
+    other = project.folder / "other-python"
+    # As `python -m venv`, it does not replace a broken link.
+    other.write_text(
+        '#!/bin/sh\n[ "$1 $2" != "-m venv" ] || { [ ! -L "$3/bin/python" ] && cp interpreter "$3/bin/python"; }\n'
+    )
+    for program in (other, project.folder / "interpreter"):
+        program.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(other))
+    assert project.setup("cpu", "run") == [".[cpu]", "demo model"], project.done.stderr
+
+
 def test_an_unknown_stage_is_refused_by_name(project: Project) -> None:
     assert project.setup("cpu", "some") == []
     assert "there is no stage 'some': run, train, all or newest" in project.done.stderr
