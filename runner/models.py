@@ -113,7 +113,8 @@ def _hub_folder(model_id: str, say: Say) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise BadModel(
-            f"{model_id!r} is not a folder, and a Hugging Face id needs: pip install huggingface-hub"
+            f"{model_id!r} is not a folder, and huggingface-hub, which downloads models, is not installed: "
+            "pip install huggingface-hub"
         ) from None
     say(f"asking Hugging Face for {model_id}")
     try:

@@ -188,7 +188,9 @@ async def run_program(
     # without an interpreter.
     except (OSError, TypeError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise BadOption(f"run({given!r:.80}): the system cannot start it ({why}).") from None
+        raise BadOption(
+            f"run({given!r:.80}): the system cannot start it ({why}). Correct the command or the variables."
+        ) from None
     program = RunningProgram(given, process, mark)
     try:
         yield program

@@ -100,7 +100,7 @@ class TaskFeed:
         elif isinstance(source, Iterable):
             self._synchronous = iter(source)
         else:
-            raise BadTask(f"tasks must be an iterable of Task or the path of a JSONL file, got {source!r:.80}")
+            raise BadTask(f"tasks={source!r:.80}: give an iterable of Task, or the path of a JSONL file.")
 
     async def __aenter__(self) -> Self:
         if self._own_task is not None:

@@ -368,7 +368,7 @@ def uploaded(who: str, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
         made.pop("excludes", None)
         return dict(importlib.import_module("ray.runtime_env").RuntimeEnv(**made))
     except Exception as error:  # any error of Ray
-        raise BadOption(f"{who}(runtime_env=...): Ray refuses this value: {error}") from error
+        raise BadOption(f"{who}(runtime_env=...): Ray refuses this value: {error}. Correct it.") from error
 
 
 def _require_listener(who: str, given: str | None, address: str) -> None:
