@@ -6,7 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -294,12 +294,14 @@ def test_serve_has_log_level_too() -> None:
 
 
 def test_every_command_with_an_engine_refuses_an_unknown_level(folder: Path) -> None:
-    wrong = {"log_level": "loud"}
-    for refused in (
-        lambda: serve_trainer(ServeSettings(environment="logged_greeting.py:Greeting", protocol="verifiers", **wrong)),
-        lambda: check_weights_command("no-model", tiny=True, ways=(), options=(), as_json=False, **wrong),
-        lambda: verify_trace_command(folder / "a.json", model="m", score=True, score_options=ScoreOptions(**wrong)),
-    ):
+    greeting = ServeSettings(environment="logged_greeting.py:Greeting", protocol="verifiers", log_level="loud")
+    scores = ScoreOptions(log_level="loud")
+    commands: list[Callable[[], int]] = [
+        lambda: serve_trainer(greeting),
+        lambda: check_weights_command("m", tiny=True, ways=(), options=(), as_json=False, log_level="loud"),
+        lambda: verify_trace_command(folder / "a.json", model="m", score=True, score_options=scores),
+    ]
+    for refused in commands:
         with pytest.raises(BadOption, match="--log-level loud: give debug, info, warning or error"):
             refused()
     assert not (folder / "runs").exists()

@@ -174,5 +174,5 @@ async def test_weights_and_adapters_of_a_trainer_fit_a_folder_of_both(
         model.save_pretrained(new, **({"max_shard_size": "100KB"} if has_index else {}))
         await engine.update_weights(new, proof=weight_proof(model, engine.tokenizer))
         adapter = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        adapter.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+        adapter.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
         await engine.add_adapter("poet", tmp_path / "adapter")
