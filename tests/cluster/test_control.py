@@ -362,7 +362,7 @@ async def test_pause_keeps_samples_and_resume_continues_on_all_workers() -> None
             if len(got) == 3:
                 await engine.pause("keep")
                 assert {worker.worker.engine.state for worker in launcher.alive} == {EngineState.PAUSED}
-                with pytest.raises(BadControl, match="paused already"):
+                with pytest.raises(BadControl, match="paused, not running"):
                     await engine.pause()
                 await engine.resume()
         assert compared(got) == alone

@@ -72,10 +72,13 @@ class Llm:
     ) -> None:
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
+                config_format="auto",
+                architectures=["LlamaForCausalLM"],
                 model=str(model),
                 dtype=torch.bfloat16,
                 hf_config=SimpleNamespace(tie_word_embeddings=tied),
             ),
+            load_config=SimpleNamespace(load_format="auto", download_dir=None),
             parallel_config=SimpleNamespace(worker_extension_cls=extension),
             weight_transfer_config=SimpleNamespace(backend="nccl") if transfer else None,
             device_config=SimpleNamespace(device_type=device),
