@@ -334,7 +334,7 @@ class ConsoleRun(Reporter):
             self.say(f"log   {self._log} (what vLLM and the environment print)")
             with quiet_output(self._log):  # a line that separates the launches in one log
                 print(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {self._command()}")
-            with log_to_file(self._log, self._settings.log_level, secrets=self._keys()):
+            with log_to_file(self._log, self._settings.log_level, secrets=self._settings.keys):
                 self._require_tool_format()
                 self._resolve_model()
                 self.received = on_event_loop(self._play)
@@ -351,12 +351,9 @@ class ConsoleRun(Reporter):
     def _command(self) -> str:
         """The command line with keys hidden, for the log."""
         command = " ".join(sys.argv)
-        for key in self._keys():
+        for key in self._settings.keys:
             command = command.replace(key, "***")
         return command
-
-    def _keys(self) -> list[str]:
-        return [key for key in (self._settings.api_key, self._settings.server_key) if key]
 
     def _resolve_model(self) -> None:
         """Download or convert the model if an engine needs it here. This may take long, and prints progress."""

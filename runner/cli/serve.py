@@ -102,10 +102,10 @@ def serve_trainer(settings: ServeSettings, make_engine: Callable[[RunSettings], 
             print(f"serving {settings.environment} to verifiers at {server.address}; Ctrl-C ends it", flush=True)
             await server.serve()
 
-    log, secrets = log_path(settings), [key for key in (settings.api_key, settings.server_key) if key]
+    log = log_path(settings)
     if settings.log_level is not None:
         print(f"log   {log}", file=sys.stderr)
-    with suppress(KeyboardInterrupt), log_to_file(log, settings.log_level, secrets=secrets):
+    with suppress(KeyboardInterrupt), log_to_file(log, settings.log_level, secrets=settings.keys):
         asyncio.run(play())
     return 0
 

@@ -310,6 +310,11 @@ class RunSettings:
     json: Annotated[bool, JSON] = False
 
     @property
+    def keys(self) -> list[str]:
+        """The API keys, which no log and no output may contain."""
+        return [key for key in (self.api_key, self.server_key) if key]
+
+    @property
     def model_name(self) -> str:
         return self.model if self.api_model is None else self.api_model
 

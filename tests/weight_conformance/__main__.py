@@ -83,15 +83,11 @@ def play_here(case: Case, ways: Sequence[str]) -> dict[str, Any]:
     """Try one case in this process."""
     import tempfile
 
-    import transformers
-
     from runner.errors import DeltarunnerError, one_line
     from runner.training import check_weights
 
     of = case.architecture
-    config = getattr(transformers, of.config)(
-        **of.fields, vocab_size=1000, tie_word_embeddings=case.tied, architectures=[of.model_class]
-    )
+    config = of.configuration(vocab_size=1000, tie_word_embeddings=case.tied)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         try:

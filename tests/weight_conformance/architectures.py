@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-__all__ = ["ARCHITECTURES", "Architecture"]
+__all__ = ["ARCHITECTURES", "Architecture", "save_tiny"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,12 @@ class Architecture:
     def model_class(self) -> str:
         """Return the class of its causal language model."""
         return self.model or self.config.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
+
+    def configuration(self, **further: Any) -> Any:
+        """Return the configuration of transformers."""
+        import transformers
+
+        return getattr(transformers, self.config)(**self.fields, **further, architectures=[self.model_class])
 
 
 _SIZES: Final[dict[str, Any]] = {"num_hidden_layers": 40, "hidden_size": 4096, "num_attention_heads": 32}
@@ -127,3 +136,14 @@ ARCHITECTURES: Final = (
     ),
 )
 """In the order of the page."""
+
+
+def save_tiny(name: str, folder: Path, tokenizer: Path) -> Any:
+    """Save a tiny model of an architecture with the tokenizer of another folder, and return the model."""
+    from runner.training.tiny_model import save_tiny_model
+
+    architecture = next(each for each in ARCHITECTURES if each.name == name)
+    vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    with TemporaryDirectory() as source:
+        architecture.configuration().save_pretrained(source)
+        return save_tiny_model(Path(source), folder, tokenizer=tokenizer, vocabulary=vocabulary)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from runner import EngineDead, Sampling, VllmEngine
 from runner.engines.proofs import STEP_PLACES
 from runner.engines.vllm.parallel import call_all_workers
 from runner.training import weight_proof
-from runner.training.tiny_model import save_tiny_model
 from tests.engines.test_proofs import step
-from tests.weight_conformance.architectures import ARCHITECTURES
+from tests.weight_conformance.architectures import save_tiny
 
 pytestmark = [pytest.mark.anyio, pytest.mark.asyncio_alone]
 
@@ -31,14 +29,8 @@ def anyio_backend() -> str:
 @pytest.mark.apart
 @pytest.mark.whole
 async def test_stale_product_for_sampled_ids_fails_the_proof(demo_model_folder: Path, tmp_path: Path) -> None:
-    import transformers
-
-    deepseek = next(each for each in ARCHITECTURES if each.name == "DeepSeek V3")
-    config = getattr(transformers, deepseek.config)(**deepseek.fields, architectures=[deepseek.model_class])
-    config.save_pretrained(tmp_path / "config")
-    vocabulary = json.loads((demo_model_folder / "config.json").read_text())["vocab_size"]
     start = tmp_path / "start"
-    model = save_tiny_model(tmp_path / "config", start, tokenizer=demo_model_folder, vocabulary=vocabulary)
+    model = save_tiny("DeepSeek V3", start, demo_model_folder)
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
     async with VllmEngine(start, template="hermes", worker_extension_cls=WORKER, **options) as engine:
         await engine.prove(weight_proof(model, engine.tokenizer))

@@ -16,9 +16,8 @@ from runner import BadWeights, VllmEngine
 from runner.engines.vllm.mistral_format import chosen_load_format, needs_mistral_names, require_own_reload
 from runner.engines.weights import INDEX, read_folder
 from runner.training import weight_proof
-from runner.training.tiny_model import save_tiny_model
 from tests.engines.test_proofs import step
-from tests.weight_conformance.architectures import ARCHITECTURES
+from tests.weight_conformance.architectures import save_tiny
 
 SHARD = "model-00001-of-00001.safetensors"
 OTHER = "consolidated.safetensors"
@@ -149,15 +148,10 @@ def in_mistral_format(model: Any) -> dict[str, Any]:
 async def test_weights_and_adapters_of_a_trainer_fit_a_folder_of_both(
     demo_model_folder: Path, tmp_path: Path, has_index: bool
 ) -> None:
-    import transformers
     from peft import LoraConfig, get_peft_model
 
-    mistral = next(each for each in ARCHITECTURES if each.name == "Mistral")
-    config = getattr(transformers, mistral.config)(**mistral.fields, architectures=[mistral.model_class])
-    config.save_pretrained(tmp_path / "config")
-    vocabulary = json.loads((demo_model_folder / "config.json").read_text())["vocab_size"]
     folder = tmp_path / "start"
-    model = save_tiny_model(tmp_path / "config", folder, tokenizer=demo_model_folder, vocabulary=vocabulary)
+    model = save_tiny("Mistral", folder, demo_model_folder)
     save_file(in_mistral_format(model), folder / OTHER)
     if has_index:  # these weights are newer than those of the other copy, which a trainer does not write
         (folder / "model.safetensors").unlink()
